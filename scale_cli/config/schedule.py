@@ -11,29 +11,6 @@ from scale_cli.config.training import Schedule, TrainConfig
 _SHARE_OF_DECAY = 0.2
 
 
-# Of a run's work, what the search of `train.lr: auto` may take. A sequence that it reads takes a
-# step's work, and as many again are read once for each of a dozen rates. To read is a third of full
-# fine-tuning's work, and half of LoRA's, which asks for few gradients.
-_SEARCHED_SHARE = 0.05
-_SEARCH_WORK = 1 + 12 / 2
-# A gradient of fewer sequences is mostly noise where a base knows the text (docs/results/rates.md).
-_LEAST_SEARCHED = 4
-
-
-def searched_sequences(train: TrainConfig, num_processes: int = 1) -> int:
-    """Return of how many sequences `train.lr: auto` takes its gradient, and by as many judges it."""
-    affordable = int(_SEARCHED_SHARE * train.max_steps * train.global_batch_size / _SEARCH_WORK)
-    wanted = min(train.global_batch_size, max(_LEAST_SEARCHED, affordable))
-    return math.ceil(wanted / num_processes) * num_processes
-
-
-def search_steps(train: TrainConfig) -> float:
-    """Return the work of finding the rate, in steps of the run."""
-    if train.lr != "auto":
-        return 0.0
-    return _SEARCH_WORK * searched_sequences(train) / train.global_batch_size
-
-
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the learning rate of a step (0 is the first).
 

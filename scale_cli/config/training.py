@@ -87,8 +87,8 @@ class _AnyTraining(Section):
     lr: Accepted[LearningRate] = Field(
         default="auto",
         description="learning rate, which every kind of tensor has a multiple of; auto: found on the run's own model "
-        "and text before the first step, by at most 5 % of its work, or by four windows; of an expansion's codes 1e-3 "
-        "(docs/training.md)",
+        "and text before the first step, by at most 5 % of its work, four windows, or a small model's seconds; of an "
+        "expansion's codes 1e-3 (docs/training.md)",
     )
     lr_multipliers: LrMultipliers = LrMultipliers()
     min_lr_ratio: Accepted[Fraction] = Field(

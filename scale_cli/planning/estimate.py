@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scale_cli.config.schedule import search_steps
 from scale_cli.config.schema import RunConfig
+from scale_cli.config.search import search_size
 from scale_cli.export.learned import TOKENS_JUDGED
 from scale_cli.planning.beginnings import HeldOut
 from scale_cli.planning.device import Device
@@ -71,10 +71,18 @@ def estimate(
         for name in config.export.format
         if not (is_trained and folder.export(name, config.export.dtype).is_dir())
     ]
-    searching = search_steps(train) if searches and not steps_done else 0.0
     done = f" left, after step {steps_done:,} of {train.max_steps:,}" if steps_done else ""
 
     num_parameters = step.num_frozen + step.num_trainable
+    searching = 0.0  # in steps
+    if train.lr == "auto" and searches and not steps_done:
+        size = search_size(
+            train,
+            sequence_length=config.corpus.sequence_length,
+            num_parameters=num_parameters,
+            num_processes=num_processes,
+        )
+        searching = size.work / train.global_batch_size
     pass_s = 2.0 * num_parameters / device.flops_per_s / num_processes
     # A method that does not widen has its base beside it, as a model of its own.
     definition = config.method.definition

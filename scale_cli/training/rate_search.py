@@ -1,16 +1,17 @@
-"""Finds the learning rate of a run, where `train.lr` is `auto`: by a line search along its first update.
+"""Finds the learning rate of a run, where `train.lr` is `auto`: by a line search along its first update, then by
+short branches of several.
 
 The first update is as long as the rate says, so one gradient gives the weights after it at any rate. Text that was not
 read for the gradient tells how far the update lowers its loss. A gradient that is mostly noise, as where a base knows
-the text well, does harm early. Source: ours (docs/results/rates.md).
+the text well, does harm early. Later updates differ from the first, so branches from the same start at rates beside
+the one that it tells decide, where the run is long enough to pay for them. Source: ours (docs/results/rates.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,14 +19,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from scale_cli.config.schedule import searched_sequences
 from scale_cli.config.schema import RunConfig
+from scale_cli.config.search import MOST_BRANCHES, search_size
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import StepBatches
 from scale_cli.data.corpora import build_batches
 from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.errors import NonFiniteError
 from scale_cli.methods.recipes import Training, local_part, trainable_parameters
 from scale_cli.processes import autocast
+from scale_cli.terminal import progress_bar
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gathered_roots
 from scale_cli.training.step import loss_share, train_step
@@ -43,13 +46,18 @@ _SHARE_OF_WAY = 1 - math.sqrt(1 - _SHARE_OF_GAIN)
 _NOISE = 0.001
 
 
+# Branches bear a rate that is so many times the highest of one update.
+_TIMES_IN_BRANCHES = 2.0
+
+
 @dataclass(frozen=True)
 class FoundRate:
     """A learning rate, and what it was found by."""
 
     lr: float
-    # nats/token after one update at each rate that was tried; at 0, before it
+    # nats/token after the updates at each rate that was tried; at 0, before them
     losses: dict[float, float]
+    num_updates: int = 1
     is_highest: bool = False  # of the method; the losses alone would tell a higher one
 
     def __str__(self) -> str:
@@ -57,7 +65,14 @@ class FoundRate:
             return f"{self.lr:g}, the method's own"
         tried = ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in sorted(self.losses.items()))
         highest = ", the highest that the method takes" if self.is_highest else ""
-        return f"{self.lr:g}{highest}, by one update at each of some rates (loss of text that it has not read: {tried})"
+        updates = "one update" if self.num_updates == 1 else f"{self.num_updates} updates"
+        return (
+            f"{self.lr:g}{highest}, by {updates} at each of some rates (loss of text that is not read for them: "
+            f"{tried})"
+        )
+
+    def at_most(self, highest: float) -> FoundRate:
+        return replace(self, lr=highest, is_highest=True) if self.lr > highest else self
 
 
 def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRate:
@@ -75,68 +90,116 @@ def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRa
         return FoundRate(first, {})
 
     accelerator = training.accelerator
-    size = searched_sequences(train, accelerator.num_processes)
-    share = size // accelerator.num_processes
+    size = search_size(
+        train,
+        sequence_length=config.corpus.sequence_length,
+        num_parameters=sum(parameter.numel() for parameter in training.model.parameters()),
+        num_processes=accelerator.num_processes,
+    )
+    share = size.num_sequences // accelerator.num_processes
     at_once = train.sequences_at_once(accelerator.num_processes)
     sizes = {
-        "global_batch_size": size,
+        "global_batch_size": size.num_sequences,
         "micro_batch_size": max(of for of in range(1, at_once + 1) if share % of == 0),
-        "max_steps": 2,
+        "max_steps": max(1, size.num_updates) + 1,
     }
     sized = config.model_copy(update={"train": train.model_copy(update=sizes)})
     batches = build_batches(sized, corpora, accelerator.num_processes)
-    if _windows(batches.of_step(0)) & _windows(batches.of_step(1)):  # of very little text
+    judging = 1
+    judged = _windows(batches.of_step(judging))
+    read = [  # others, of which very little text has none
+        step
+        for step in range(sized.train.max_steps)
+        if step != judging and not judged & _windows(batches.of_step(step))
+    ]
+    if not read:
         return FoundRate(first, {})
-    read, judged = (
-        batches.of_step(step, accelerator.process_index, accelerator.num_processes)
-        for step in range(2)
-    )
+
+    def part(step: int) -> StepBatches:
+        return batches.of_step(step, accelerator.process_index, accelerator.num_processes)
+
     # Only the shape of the run's own batches is compiled.
     training.wrapped.train(not train.compile)
-    search = LineSearch(
-        accelerator=accelerator,
-        model=training.model,
-        wrapped=training.wrapped,
-        train=sized.train,
-        read=read,
-        judged=judged,
-    )
-    return search.from_rate(first, method.highest_lr(config.method.settings))
+    with progress_bar(
+        desc="finding the rate",
+        unit=" rates",
+        leave=False,
+        disable=not accelerator.is_main_process,
+    ) as bar:
+        search = RateSearch(
+            accelerator=accelerator,
+            model=training.model,
+            wrapped=training.wrapped,
+            train=sized.train,
+            read=[part(step) for step in read],
+            judged=part(judging),
+            on_judged=bar.update,
+        )
+        return search.from_rate(first, highest=method.highest_lr(config.method.settings))
 
 
 def _windows(step: StepBatches) -> set[bytes]:
     return {ids.numpy().tobytes() for batch in step.micro_batches for ids in batch.input_ids}
 
 
+class _Start:
+    """The weights of what trains, before any update."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = trainable_parameters(model)
+        self.weights = {name: _kept(weight) for name, weight in self.parameters.items()}
+
+    def updates(self) -> dict[str, Tensor]:
+        """Return how far the weights have moved."""
+        return {
+            name: local_part(parameter.detach()) - self.weights[name]
+            for name, parameter in self.parameters.items()
+        }
+
+    @torch.no_grad()
+    def go_back(self) -> None:
+        for name, parameter in self.parameters.items():
+            local_part(parameter).copy_(self.weights[name])
+
+    @torch.no_grad()
+    def go_along(self, updates: dict[str, Tensor], times: float) -> None:
+        """Go from the start as many times as far as updates went."""
+        self.go_back()
+        for name, parameter in self.parameters.items():
+            local_part(parameter).add_(updates[name], alpha=times)
+
+
 @dataclass(frozen=True)
-class LineSearch:
-    """A model at its start, the batch of the first update, and the text that judges it."""
+class RateSearch:
+    """A model at its start, the batches of the first updates, and the text that judges them."""
 
     accelerator: Accelerator
     model: nn.Module  # the trained model
     wrapped: nn.Module  # the same as it is run
     train: TrainConfig
-    read: StepBatches  # this process's part of what gives the gradient
+    read: Sequence[StepBatches]  # this process's part of what gives the gradients; one: no branches
     judged: StepBatches  # of what judges
+    on_judged: Callable[[], object] = lambda: None
 
     def from_rate(self, first: float, highest: float = math.inf) -> FoundRate:
-        """Return the rate that is found from a first one on; the weights are put back."""
-        with self._along_update(first) as go_to:
-            losses = {0.0: self.judged_loss_at(0.0, go_to)}
+        """Return the rate that is found from a first one on; the weights are put back.
 
-            def loss_at(power: int) -> float:
-                rate = first * _FACTOR**power
-                if rate not in losses:
-                    losses[rate] = self.judged_loss_at(rate, go_to)
-                return losses[rate]
+        Args:
+            first: the first rate that is tried.
+            highest: that many updates bear, whatever the first one does.
+        """
+        start = _Start(self.model)
+        try:
+            found = self._by_one_update(first, start)
+            if len(self.read) == 1:
+                return found.at_most(highest)
+            start.go_back()
+            return self._by_branches(found, start).at_most(_TIMES_IN_BRANCHES * highest)
+        finally:
+            start.go_back()
 
-            power = useful_power(loss_at, losses[0.0])
-        found = float(f"{first * _FACTOR**power:.2g}")
-        return FoundRate(min(found, highest), losses, is_highest=found > highest)
-
-    def judged_loss_at(self, rate: float, go_to: Callable[[float], None]) -> float:
-        """Return the judged text's loss, in nats/token, after an update at a rate; inf if not finite."""
-        go_to(rate)
+    def judged_loss(self) -> float:
+        """Return the judged text's loss, in nats/token; inf if it is not finite."""
         device = self.accelerator.device
         num_tokens = max(1, sum(self.judged.num_targets))
         summed = torch.zeros((), device=device)
@@ -146,41 +209,60 @@ class LineSearch:
                 with autocast(device.type, self.train.mixed_precision):
                     summed += loss_share(self.wrapped, micro_batch.to(device), num_tokens)
         loss = float(self.accelerator.reduce(summed, reduction="sum"))
+        self.on_judged()
         return loss if math.isfinite(loss) else math.inf
 
-    @contextmanager
-    def _along_update(self, rate: float) -> Iterator[Callable[[float], None]]:
-        """Take the first update at a rate; give a function that goes to the weights at another."""
-        parameters = trainable_parameters(self.model)
-        before = {name: _kept(parameter) for name, parameter in parameters.items()}
+    def _by_one_update(self, first: float, start: _Start) -> FoundRate:
+        losses = {0.0: self.judged_loss()}
+        try:
+            self._update(first, self.read[:1])
+        except NonFiniteError:
+            return FoundRate(first, losses)
+        updates = start.updates()
+
+        def loss_at(power: int) -> float:
+            rate = first * _FACTOR**power
+            if rate not in losses:
+                start.go_along(updates, times=rate / first)
+                losses[rate] = self.judged_loss()
+            return losses[rate]
+
+        power = useful_power(loss_at, losses[0.0])
+        return FoundRate(float(f"{first * _FACTOR**power:.2g}"), losses)
+
+    def _by_branches(self, near: FoundRate, start: _Start) -> FoundRate:
+        losses = {0.0: near.losses[0.0]}
+
+        def loss_at(power: int) -> float:
+            rate = near.lr * _FACTOR**power
+            start.go_back()
+            try:
+                self._update(rate, self.read)
+                losses[rate] = self.judged_loss()
+            except NonFiniteError:
+                losses[rate] = math.inf
+            return losses[rate]
+
+        power = lowest_power(loss_at)
+        found = float(f"{near.lr * _FACTOR**power:.2g}")
+        return FoundRate(found, losses, num_updates=len(self.read))
+
+    def _update(self, rate: float, read: Sequence[StepBatches]) -> None:
+        """Take an update by each batch, all at one rate; raise NonFiniteError where a gradient is not finite."""
         settings = {"lr": rate, "schedule": "constant", "warmup_steps": 0}
         train = self.train.model_copy(update=settings)
         optimiser = build_optimiser(self.model, train)
         is_scaled = train.mixed_precision == "fp16"
         scaler = GradScaler(self.accelerator.device.type, enabled=is_scaled)
-        update = partial(
-            train_step, self.accelerator, self.wrapped, optimiser, self.read, train, scaler=scaler
-        )
-        while update().overflowed:
-            pass  # the next one has a lower loss scale
+        for batch in read:
+            update = partial(
+                train_step, self.accelerator, self.wrapped, optimiser, batch, train, scaler=scaler
+            )
+            while (taken := update()).overflowed:
+                pass  # the next one has a lower loss scale
+            taken.result()
+        # What is left of it would be held beside the weights that are kept.
         optimiser.state.clear()
-        updates = {
-            name: local_part(parameter.detach()) - before[name]
-            for name, parameter in parameters.items()
-        }
-
-        @torch.no_grad()
-        def go_to(other: float) -> None:
-            for name, parameter in parameters.items():
-                here = local_part(parameter)
-                here.copy_(before[name])
-                if other:
-                    here.add_(updates[name], alpha=other / rate)
-
-        try:
-            yield go_to
-        finally:
-            go_to(0.0)
 
 
 def useful_power(loss: Callable[[int], float], before: float) -> float:
@@ -215,6 +297,24 @@ def useful_power(loss: Callable[[int], float], before: float) -> float:
     if not -gain <= harm < math.inf:  # lower still, or nothing is known
         return by_beginning
     return min(by_beginning, best + _lowest_point(gain, harm))
+
+
+def lowest_power(loss: Callable[[int], float]) -> float:
+    """Return which of a few rates ends lowest, as a power of the factor between them, by few branches.
+
+    Args:
+        loss: of the judged text after a branch at a rate times the factor to this power.
+    """
+    losses = {0: loss(0)}
+    while True:
+        best = min(losses, key=lambda power: (losses[power], power))
+        beside = [power for power in (best - 1, best + 1) if power not in losses]
+        if not beside or len(losses) == MOST_BRANCHES:
+            break
+        losses[beside[0]] = loss(beside[0])
+    lower, higher = (losses.get(best + way, math.inf) for way in (-1, 1))
+    bend = lower - 2 * losses[best] + higher
+    return best + (lower - higher) / (2 * bend) if 0 < bend < math.inf else best
 
 
 def _lowest_point(gain: float, harm: float) -> float:

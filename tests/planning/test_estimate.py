@@ -100,7 +100,7 @@ def test_the_search_for_the_rate_is_counted_once(shared_data: Path, tmp_path: Pa
 
     assert training_s("auto", searches=False) == training_s(1e-3)
     of_a_step = training_s(1e-3) / 40
-    assert training_s("auto") == pytest.approx((40 + 7 * 4 / 8) * of_a_step)
+    assert training_s("auto") == pytest.approx((40 + 24) * of_a_step)
     RunFolder(config.output_dir).checkpoint(4).mkdir(parents=True)
     assert training_s("auto") == pytest.approx(36 * of_a_step)
 

@@ -4,18 +4,19 @@ import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli.config.schedule import search_steps, searched_sequences
-from scale_cli.config.training import TrainConfig
+from scale_cli.config.search import MOST_BRANCHES
 from scale_cli.errors import ConfigError
+from scale_cli.methods.lora import Lora, LoraConfig
 from scale_cli.storage.atomic import read_json
 from scale_cli.training import rate_search
-from scale_cli.training.rate_search import FoundRate, LineSearch, useful_power
+from scale_cli.training.rate_search import FoundRate, RateSearch, lowest_power, useful_power
 from tests.command_line import refused
 from tests.training.conftest import MakeConfig, are_equal, finished, go_on, trained
 
@@ -78,17 +79,47 @@ def test_a_gain_of_less_than_a_thousandth_is_noise() -> None:
         assert reached == pytest.approx(taken, abs=0.6)
 
 
-def test_the_text_that_judges_an_update_was_not_read_for_it_and_the_update_is_not_warmed_up(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+@given(st.floats(-1.6, 1.6), st.floats(0.5, 20.0), st.floats(0.01, 1.0))
+def test_branches_go_downhill_to_the_lowest_of_a_parabola_and_are_few(
+    lowest: float, level: float, bend: float
 ) -> None:
-    searches: list[LineSearch] = []
-    found = LineSearch.from_rate
+    tried: list[int] = []
 
-    def remembered(search: LineSearch, *args: float) -> FoundRate:
-        searches.append(search)
-        return found(search, *args)
+    def loss(power: int) -> float:
+        tried.append(power)
+        return level + bend * (power - lowest) ** 2
 
-    monkeypatch.setattr(LineSearch, "from_rate", remembered)
+    found = lowest_power(loss)
+    assert found == pytest.approx(lowest, abs=0.01 if abs(lowest) < 1.4 else 0.6)
+    assert len(tried) == len(set(tried)) <= MOST_BRANCHES
+
+
+def test_branches_that_are_not_finite_are_left_downwards_and_the_lower_of_equal_rates_is_taken() -> (
+    None
+):
+    losses = {0: math.inf, -1: math.inf, -2: 5.0, -3: 5.1}
+    assert lowest_power(losses.__getitem__) == -2
+    assert lowest_power(lambda _: 5.0) == 1 - MOST_BRANCHES
+    assert lowest_power(lambda _: math.inf) == 1 - MOST_BRANCHES
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[RateSearch]:
+    """Return the searches that runs make from now on."""
+    made: list[RateSearch] = []
+    found = RateSearch.from_rate
+
+    def remembered(search: RateSearch, first: float, highest: float) -> FoundRate:
+        made.append(search)
+        return found(search, first, highest)
+
+    monkeypatch.setattr(RateSearch, "from_rate", remembered)
+    return made
+
+
+def test_the_text_that_judges_an_update_was_not_read_for_it_and_the_update_is_not_warmed_up(
+    make_config: MakeConfig, searches: list[RateSearch], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rates = set()
     for steps in (0, 2):
         method = "method={variant: full}"
@@ -97,17 +128,33 @@ def test_the_text_that_judges_an_update_was_not_read_for_it_and_the_update_is_no
     assert len(rates) == 1
 
     search = searches[0]
-    read, judged = (
+    *read, judged = (
         {row.numpy().tobytes() for batch in of.micro_batches for row in batch.input_ids}
-        for of in (search.read, search.judged)
+        for of in (*search.read, search.judged)
     )
-    assert len(read) == len(judged) == 4 and not read & judged
-
-    def nothing(_rate: float) -> None:
-        pass
+    assert [len(windows) for windows in (*read, judged)] == [8] * 5
+    assert len(set.union(*read, judged)) == 40
 
     monkeypatch.setattr(rate_search, "loss_share", lambda *_: torch.tensor(math.nan))
-    assert search.judged_loss_at(1.0, nothing) == math.inf
+    assert search.judged_loss() == math.inf
+
+
+def test_branches_see_what_an_adapters_first_update_does_not(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In LoRA's first update only B moves.
+    rates: list[float] = []
+    found = RateSearch.from_rate
+
+    def both(search: RateSearch, first: float, highest: float) -> FoundRate:
+        for read in (search.read[:1], search.read):
+            rates.append(found(replace(search, read=read), first, math.inf).lr)
+        return found(search, first, highest)
+
+    monkeypatch.setattr(RateSearch, "from_rate", both)
+    finished(make_config("lora", "method={variant: lora}", "train.lr=auto", "train.max_steps=2"))
+    by_one_update, by_branches = rates
+    assert by_branches < 0.5 * by_one_update
 
 
 def test_in_float16_the_first_update_is_taken_under_a_loss_scale_that_it_bears(
@@ -119,21 +166,6 @@ def test_in_float16_the_first_update_is_taken_under_a_loss_scale_that_it_bears(
         config = make_config(precision, "method={variant: full}", *settings)
         rates[precision] = read_json(finished(config).final / "position.json")["lr"]
     assert rates["fp16"] == pytest.approx(rates["no"], rel=0.1)
-
-
-@given(st.integers(1, 10_000), st.integers(1, 512), st.sampled_from([1, 2, 8]))
-def test_the_search_takes_at_most_a_twentieth_of_the_work_or_four_sequences(
-    max_steps: int, per_process: int, num_processes: int
-) -> None:
-    sizes = {"max_steps": max_steps, "global_batch_size": per_process * num_processes}
-    train = TrainConfig.model_validate(sizes | {"micro_batch_size": 1})
-    of_four = 7 * min(4, train.global_batch_size) / train.global_batch_size
-    assert search_steps(train) <= max(of_four, 0.05 * max_steps)
-    size = searched_sequences(train, num_processes)
-    assert size >= min(4, train.global_batch_size) and size % num_processes == 0
-    affordable = 0.045 * max_steps * train.global_batch_size / 7 - 1
-    assert searched_sequences(train) >= min(affordable, train.global_batch_size)
-    assert size <= train.global_batch_size
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -156,24 +188,30 @@ def test_a_run_is_bitwise_the_one_that_is_told_the_rate_and_so_is_a_resumed_one(
     assert are_equal(ended, trained(run.final))
 
 
+def test_no_higher_rate_is_taken_than_many_updates_bear_whatever_the_first_ones_do(
+    make_config: MakeConfig, searches: list[RateSearch]
+) -> None:
+    finished(make_config("run", "method={variant: full}", "train.max_steps=2", "train.lr=auto"))
+    (search,) = searches
+    for read, most in ((search.read[:1], 1e-6), (search.read, 2e-6)):
+        found = replace(search, read=read).from_rate(1e-4, 1e-6)
+        assert found.lr == most and f"{most:g}, the highest that the method takes, by " in str(
+            found
+        )
+
+
 @pytest.mark.parametrize(
-    ("method", "most"),
+    ("settings", "highest"),
     [
-        ("{variant: lora, lora: {rank: 16, alpha: 32}}", 5e-3),
-        ("{variant: lora, lora: {rank: 16, alpha: 64}}", 2.5e-3),
-        ("{variant: lora, lora: {rank: 16, alpha: 8, rank_stabilised: true}}", 5e-3),
-        ("{variant: full}", 5e-3),
+        ({"rank": 16, "alpha": 32}, 5e-3),
+        ({"rank": 16, "alpha": 64}, 2.5e-3),
+        ({"rank": 16, "alpha": 8, "rank_stabilised": True}, 5e-3),
     ],
 )
-def test_no_higher_rate_is_taken_than_many_updates_bear_whatever_the_first_one_does(
-    make_config: MakeConfig, method: str, most: float
+def test_an_adapters_highest_rate_is_by_how_far_its_product_is_scaled(
+    settings: dict[str, float], highest: float
 ) -> None:
-    said: list[str] = []
-    asked = [f"method={method}", "train.max_steps=2", "train.lr=auto"]
-    run = finished(make_config("run", *asked), said)
-    (line,) = (line for line in said if line.startswith("rate"))
-    assert f" {most:g}, the highest that the method takes, by one update" in line
-    assert read_json(run.final / "position.json")["lr"] == most
+    assert Lora().highest_lr(LoraConfig.model_validate(settings)) == pytest.approx(highest)
 
 
 def test_text_of_one_window_cannot_judge_what_was_read_of_it(make_config: MakeConfig) -> None:
