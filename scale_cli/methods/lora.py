@@ -90,7 +90,7 @@ class Lora(Method[LoraConfig]):
     def highest_lr(self, settings: LoraConfig) -> float:
         # B A is scaled by alpha / divisor.
         divisor = math.sqrt(settings.rank) if settings.rank_stabilised else settings.rank
-        return 1.0e-2 * divisor / settings.alpha
+        return 2.0e-2 * divisor / settings.alpha
 
     def build(
         self, base: PreTrainedModel, settings: LoraConfig, seed: int, new: Any = None

@@ -119,11 +119,9 @@ class Method(Generic[Settings]):
         return self.build(base, settings, seed)
 
     def highest_lr(self, settings: Settings) -> float:
-        """Return the highest rate that `train.lr: auto` takes by one update; by branches it takes twice
-        as high a one.
+        """Return the highest rate that `train.lr: auto` takes.
 
-        A few updates may bear a rate that many do not. In no sweep was a higher one better by more
-        than 2.5 %, or by branches 1.3 % (docs/results/rates.md).
+        A few updates may bear a rate that many do not (docs/results/rates.md).
         """
         return 5.0e-3
 

@@ -198,6 +198,9 @@ class _Widened(Method[WideningConfig]):
 
         initialise_expansion(model, seed, text)
 
+    def highest_lr(self, settings: WideningConfig) -> float:
+        return 1.0e-2
+
     def first_update_tells(self, model: Any) -> bool:
         from scale_cli.methods.starts import start_of
 

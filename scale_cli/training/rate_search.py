@@ -46,10 +46,6 @@ _SHARE_OF_WAY = 1 - math.sqrt(1 - _SHARE_OF_GAIN)
 _NOISE = 0.001
 
 
-# Branches bear a rate that is so many times the highest of one update.
-_TIMES_IN_BRANCHES = 2.0
-
-
 @dataclass(frozen=True)
 class FoundRate:
     """A learning rate, and what it was found by."""
@@ -186,15 +182,14 @@ class RateSearch:
 
         Args:
             first: the first rate that is tried.
-            highest: that many updates bear, whatever the first one does.
+            highest: that many updates bear, whatever the first ones do.
         """
         start = _Start(self.model)
         try:
-            found = self._by_one_update(first, start)
-            if len(self.read) == 1:
-                return found.at_most(highest)
-            start.go_back()
-            return self._by_branches(found, start).at_most(_TIMES_IN_BRANCHES * highest)
+            found = self._by_one_update(first, start).at_most(highest)
+            if len(self.read) > 1:
+                found = self._by_branches(found, start).at_most(highest)
+            return found
         finally:
             start.go_back()
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scale_cli.config.schema import RunConfig
 from scale_cli.config.search import MOST_BRANCHES
 from scale_cli.errors import ConfigError
 from scale_cli.methods.lora import Lora, LoraConfig
@@ -139,22 +140,31 @@ def test_the_text_that_judges_an_update_was_not_read_for_it_and_the_update_is_no
     assert search.judged_loss() == math.inf
 
 
+def found_by_both(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, highest: float = math.inf
+) -> tuple[FoundRate, FoundRate]:
+    """Return what a run's search finds by its first update, and by branches."""
+    both: list[FoundRate] = []
+    found = RateSearch.from_rate
+
+    def kept(search: RateSearch, first: float, **_of_method: float) -> FoundRate:
+        for read in (search.read[:1], search.read):
+            both.append(found(replace(search, read=read), first, highest))
+        return both[-1]
+
+    monkeypatch.setattr(RateSearch, "from_rate", kept)
+    finished(config)
+    by_one_update, by_branches = both
+    return by_one_update, by_branches
+
+
 def test_branches_see_what_an_adapters_first_update_does_not(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In LoRA's first update only B moves.
-    rates: list[float] = []
-    found = RateSearch.from_rate
-
-    def both(search: RateSearch, first: float, highest: float) -> FoundRate:
-        for read in (search.read[:1], search.read):
-            rates.append(found(replace(search, read=read), first, math.inf).lr)
-        return found(search, first, highest)
-
-    monkeypatch.setattr(RateSearch, "from_rate", both)
-    finished(make_config("lora", "method={variant: lora}", "train.lr=auto", "train.max_steps=2"))
-    by_one_update, by_branches = rates
-    assert by_branches < 0.5 * by_one_update
+    config = make_config("lora", "method={variant: lora}", "train.lr=auto", "train.max_steps=2")
+    by_one_update, by_branches = found_by_both(config, monkeypatch)
+    assert by_branches.lr < 0.5 * by_one_update.lr
 
 
 def test_in_float16_the_first_update_is_taken_under_a_loss_scale_that_it_bears(
@@ -189,23 +199,20 @@ def test_a_run_is_bitwise_the_one_that_is_told_the_rate_and_so_is_a_resumed_one(
 
 
 def test_no_higher_rate_is_taken_than_many_updates_bear_whatever_the_first_ones_do(
-    make_config: MakeConfig, searches: list[RateSearch]
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished(make_config("run", "method={variant: full}", "train.max_steps=2", "train.lr=auto"))
-    (search,) = searches
-    for read, most in ((search.read[:1], 1e-6), (search.read, 2e-6)):
-        found = replace(search, read=read).from_rate(1e-4, 1e-6)
-        assert found.lr == most and f"{most:g}, the highest that the method takes, by " in str(
-            found
-        )
+    config = make_config("run", "method={variant: full}", "train.lr=auto", "train.max_steps=2")
+    for found in found_by_both(config, monkeypatch, highest=1e-4):
+        assert found.lr == 1e-4
+        assert "0.0001, the highest that the method takes, by " in str(found)
 
 
 @pytest.mark.parametrize(
     ("settings", "highest"),
     [
-        ({"rank": 16, "alpha": 32}, 5e-3),
-        ({"rank": 16, "alpha": 64}, 2.5e-3),
-        ({"rank": 16, "alpha": 8, "rank_stabilised": True}, 5e-3),
+        ({"rank": 16, "alpha": 32}, 1e-2),
+        ({"rank": 16, "alpha": 64}, 5e-3),
+        ({"rank": 16, "alpha": 8, "rank_stabilised": True}, 1e-2),
     ],
 )
 def test_an_adapters_highest_rate_is_by_how_far_its_product_is_scaled(
