@@ -15,10 +15,11 @@ _FLOPS_PER_PARAMETER = 6.0  # of training on a token
 # rates. To read is a third of full fine-tuning's work, and half of LoRA's, which asks for few gradients.
 _READING = 0.5
 _NUM_RATES = 10
-# A gradient of fewer sequences is mostly noise where a base knows the text (docs/results/rates.md).
-_LEAST_SEQUENCES = 4
 MOST_BRANCHES = 4
 _UPDATES_OF_A_BRANCH = 4
+# By the updates of a branch, the fewest sequences of each. A gradient of fewer is mostly noise where a
+# base knows the text, and branches of smaller batches than the run's find lower rates (docs/results/rates.md).
+_LEAST_SEQUENCES = {_UPDATES_OF_A_BRANCH: 8, 0: 4}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class SearchSize:
 def search_size(
     train: TrainConfig, *, sequence_length: int, num_parameters: int, num_processes: int = 1
 ) -> SearchSize:
-    """Return what the search of a run reads; branches only where four sequences an update are affordable.
+    """Return what the search of a run reads; branches only where eight sequences an update are affordable.
 
     Args:
         train: of the run.
@@ -49,8 +50,8 @@ def search_size(
     """
     of_run = _SHARE * train.max_steps * train.global_batch_size
     of_small = _SMALL_FLOPS / (_FLOPS_PER_PARAMETER * num_parameters * sequence_length)
-    least = math.ceil(min(train.global_batch_size, _LEAST_SEQUENCES) / num_processes)
-    for num_updates in (_UPDATES_OF_A_BRANCH, 0):
+    for num_updates, fewest in _LEAST_SEQUENCES.items():
+        least = math.ceil(min(train.global_batch_size, fewest) / num_processes)
         of_one = SearchSize(num_processes, num_updates).work
         in_each = int(max(of_run, of_small) / of_one)
         if in_each >= least:

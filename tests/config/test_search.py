@@ -25,15 +25,15 @@ def test_the_search_takes_at_most_a_twentieth_of_the_work_or_a_line_search_of_fo
         num_parameters=BIG,
         num_processes=num_processes,
     )
-    least = max(num_processes, min(4, batch))
+    line, branches = (max(num_processes, min(fewest, batch)) for fewest in (4, 8))
     affordable = 0.05 * max_steps * batch
     assert size.num_sequences % num_processes == 0
-    assert least <= size.num_sequences <= batch
-    assert size.work <= affordable or size == SearchSize(least, 0)
+    assert (branches if size.num_updates else line) <= size.num_sequences <= batch
+    assert size.work <= affordable or size == SearchSize(line, 0)
     larger = SearchSize(size.num_sequences + num_processes, size.num_updates)
     assert size.num_sequences == batch or larger.work > affordable
     # Branches come before more sequences.
-    assert size.num_updates or SearchSize(least, 4).work > affordable
+    assert size.num_updates or SearchSize(branches, 4).work > affordable
 
 
 def test_a_small_models_search_has_branches_however_short_its_run_is() -> None:
