@@ -72,9 +72,8 @@ class FoundRate:
     @property
     def lowest_overflow(self) -> float:
         """The lowest of the tried rates that gave no finite loss; inf if there is none."""
-        return min(
-            (rate for rate, loss in self.losses.items() if loss == math.inf), default=math.inf
-        )
+        overflowing = (rate for rate, loss in self.losses.items() if rate and loss == math.inf)
+        return min(overflowing, default=math.inf)
 
     def at_most(self, highest: float, bound: str) -> FoundRate:
         return replace(self, lr=highest, bound=bound) if self.lr > highest else self
