@@ -44,8 +44,6 @@ _SHARE_OF_GAIN = 0.9
 _SHARE_OF_WAY = 1 - math.sqrt(1 - _SHARE_OF_GAIN)
 # A smaller share of the loss is noise, as a gain and as harm.
 _NOISE = 0.001
-# Where one update overflows, many do at a far lower rate: an expansion of Gemma 3 at 1/8 and at 1/6 of it.
-_BELOW_OVERFLOW = 16.0
 
 
 @dataclass(frozen=True)
@@ -56,27 +54,21 @@ class FoundRate:
     # nats/token after the updates at each rate that was tried; at 0, before them
     losses: dict[float, float]
     num_updates: int = 1
-    bound: str = ""  # what it is, if the losses alone would tell a higher one
+    is_highest: bool = False  # of the method; the losses alone would tell a higher one
 
     def __str__(self) -> str:
         if not self.losses:
             return f"{self.lr:g}, the method's own"
         tried = ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in sorted(self.losses.items()))
-        bound = f", {self.bound}" if self.bound else ""
+        highest = ", the highest that the method takes" if self.is_highest else ""
         updates = "one update" if self.num_updates == 1 else f"{self.num_updates} updates"
         return (
-            f"{self.lr:g}{bound}, by {updates} at each of some rates (loss of text that is not read for them: "
+            f"{self.lr:g}{highest}, by {updates} at each of some rates (loss of text that is not read for them: "
             f"{tried})"
         )
 
-    @property
-    def lowest_overflow(self) -> float:
-        """The lowest of the tried rates that gave no finite loss; inf if there is none."""
-        overflowing = (rate for rate, loss in self.losses.items() if rate and loss == math.inf)
-        return min(overflowing, default=math.inf)
-
-    def at_most(self, highest: float, bound: str) -> FoundRate:
-        return replace(self, lr=highest, bound=bound) if self.lr > highest else self
+    def at_most(self, highest: float) -> FoundRate:
+        return replace(self, lr=highest, is_highest=True) if self.lr > highest else self
 
 
 def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRate:
@@ -194,15 +186,9 @@ class RateSearch:
         """
         start = _Start(self.model)
         try:
-            found = self._by_one_update(first, start)
-            bound = "the highest that the method takes"
-            safe = float(f"{found.lowest_overflow / _BELOW_OVERFLOW:.2g}")
-            if safe < highest:
-                highest = safe
-                bound = f"1/{_BELOW_OVERFLOW:g} of what overflows at once"
-            found = found.at_most(highest, bound)
+            found = self._by_one_update(first, start).at_most(highest)
             if len(self.read) > 1:
-                found = self._by_branches(found, start).at_most(highest, bound)
+                found = self._by_branches(found, start).at_most(highest)
             return found
         finally:
             start.go_back()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.search import MOST_BRANCHES
@@ -206,24 +205,6 @@ def test_no_higher_rate_is_taken_than_many_updates_bear_whatever_the_first_ones_
     for found in found_by_both(config, monkeypatch, highest=1e-4):
         assert found.lr == 1e-4
         assert "0.0001, the highest that the method takes, by " in str(found)
-
-
-def test_where_one_update_overflows_many_are_kept_far_below_that_rate(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Gemma 3's expansion by AdamW: 2.5e-4 overflows at once, and at 4.4e-5 step 48 did.
-    config = make_config("run", "method={variant: full}", "train.max_steps=2", "train.lr=auto")
-    go_along = rate_search._Start.go_along
-    usual = config.method.definition.usual_lr
-
-    def overflowing(start: rate_search._Start, updates: dict[str, Tensor], times: float) -> None:
-        go_along(start, updates, times if times < 4 else math.inf)
-
-    monkeypatch.setattr(rate_search._Start, "go_along", overflowing)
-    for found in found_by_both(config, monkeypatch):
-        assert found.lr == pytest.approx(4 * usual / 16)
-        assert ", 1/16 of what overflows at once, by " in str(found)
-    assert FoundRate(usual, {0.0: math.inf}).lowest_overflow == math.inf
 
 
 @pytest.mark.parametrize(
