@@ -175,7 +175,7 @@ class RateSearch:
     train: TrainConfig
     read: Sequence[StepBatches]  # this process's part of what gives the gradients; one: no branches
     judged: StepBatches  # of what judges
-    on_judged: Callable[[], object] = lambda: None
+    on_judged: Callable[[], object] = lambda: None  # after each rate that was tried
 
     def from_rate(self, first: float, highest: float = math.inf) -> FoundRate:
         """Return the rate that is found from a first one on; the weights are put back.
