@@ -118,7 +118,9 @@ class _Widened(NamedTuple):
             across, own, back = (
                 run.get(f"{layer}.{name}.weight_{of}") for of in ("21", "22", "12")
             )
-            assert across is not None and own is not None
+            assert across is not None
+            if own is None:
+                own = across.new_zeros(len(across), rows.shape[-1] - weight.shape[1])
             back = own.new_zeros(0, own.shape[1]) if back is None else back
             back = F.pad(back, (0, 0, 0, len(weight) - len(back)))
             weight = torch.cat([torch.cat([weight, back], 1), torch.cat([across, own], 1)])

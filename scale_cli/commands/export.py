@@ -18,7 +18,7 @@ from scale_cli.errors import CorpusError, ExportParityError
 from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import Format, formats_of, routed_formats
-from scale_cli.export.learned import Learned
+from scale_cli.export.learned import Learned, Retained
 from scale_cli.export.plain_folder import name_base
 from scale_cli.export.publishing import check_repository, publish
 from scale_cli.export.records import ExportRecord, Parity
@@ -59,7 +59,7 @@ def export_each(formats: Sequence[Format]) -> list[Exported]:
     config = formats[0].config
     final = Run(config).open_final()
     model = final.load_to_export()
-    texts = _prompts(config, final.tokenizer), Learned.of(final, model)
+    texts = _judged(config, final, model)
     return [_export(export_format, final, model, *texts) for export_format in formats]
 
 
@@ -69,6 +69,7 @@ def _export(
     model: MethodModel,
     prompts: list[Tensor],
     learned: Learned | None,
+    retained: Retained | None,
 ) -> Exported:
     config = made.config
     report = finished_report(config, SERVED_SECTIONS)
@@ -76,7 +77,7 @@ def _export(
         made.write(partial, model, final, prompts)
         if made.needs_base:
             name_base(partial, config, final.record)
-        parity = made.prove(partial, model, prompts, learned)
+        parity = made.prove(partial, model, prompts, learned, retained)
         licence = base_licence(config.model)
         for file in licence.files:
             shutil.copyfile(file, partial / file.name)
@@ -127,11 +128,19 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
     final = open_folder(run.folder.final, run)
     model = final.load_to_export()
     try:
-        texts = _prompts(config, final.tokenizer), Learned.of(final, model)
+        texts = _judged(config, final, model)
     except CorpusError:  # an export can be checked where the held-out text is not at hand
-        texts = sample_ids(final.tokenizer), None
+        texts = sample_ids(final.tokenizer), None, None
     (export_format,) = formats_of(config)
     export_format.prove(folder, model, *texts)
+
+
+def _judged(
+    config: RunConfig, final: MethodFolder, model: MethodModel
+) -> tuple[list[Tensor], Learned | None, Retained | None]:
+    """Return the text by which exports are judged, and what it costs the trained model."""
+    prompts = _prompts(config, final.tokenizer)
+    return prompts, Learned.of(final, model), Retained.of(final, model)
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:

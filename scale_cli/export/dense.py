@@ -276,14 +276,15 @@ def _joined_linear(
     """Return [[W, W12], [W21, W22]] in float32, scaled, and the biases."""
     num_out = frozen.out_features
     num_in = frozen.in_features
-    weight_22 = added.weight_22
-    size = (num_out + weight_22.shape[0], num_in + weight_22.shape[1])
-    weight = weight_22.new_zeros(size, dtype=torch.float32)
+    weight_21 = added.weight_21
+    size = (num_out + len(weight_21), num_in + added.in_features)
+    weight = weight_21.new_zeros(size, dtype=torch.float32)
     weight[:num_out, :num_in] = plain_weight(frozen)
     if added.weight_12 is not None:
         weight[:num_out, num_in:] = added.weight_12
-    weight[num_out:, :num_in] = added.weight_21
-    weight[num_out:, num_in:] = weight_22
+    weight[num_out:, :num_in] = weight_21
+    if added.weight_22 is not None:
+        weight[num_out:, num_in:] = added.weight_22
     weight[:, :num_in] *= columns.base
     weight[:, num_in:] *= columns.expansion
     joined = {"weight": weight}

@@ -19,7 +19,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, ExportParityError
 from scale_cli.export.cached_decoding import check_cached_decoding
 from scale_cli.export.dense import convert_parameters, plain_model
-from scale_cli.export.learned import Learned
+from scale_cli.export.learned import Learned, Retained
 from scale_cli.export.parity import coarser, measure_parity, served_logits
 from scale_cli.export.plain_folder import (
     can_name_base,
@@ -91,7 +91,12 @@ class Format:
         raise NotImplementedError
 
     def prove(
-        self, folder: Path, model: MethodModel, prompts: list[Tensor], learned: Learned | None
+        self,
+        folder: Path,
+        model: MethodModel,
+        prompts: list[Tensor],
+        learned: Learned | None,
+        retained: Retained | None,
     ) -> Parity:
         """Load a folder in every way in which it is served, and check that it computes what the
         trained model does.
@@ -103,6 +108,7 @@ class Format:
         for loaded, head in self.load(folder):
             move_to_device(loaded).eval()
             check_cached_decoding(loaded, prompts)
+            dtype = loaded.dtype
             tolerance = coarser(loaded, model)
             if model.dtype == torch.float32:
                 loaded.float()
@@ -111,9 +117,14 @@ class Format:
             num_positions = sum(ids.shape[1] for ids in prompts)
             losses = None if learned is None else learned.losses(loaded, head)
             self.check_kept(losses)
+            if retained is not None and head != "trained":
+                self.check_base_head(loaded, dtype, retained)
             parities.append(Parity(nats=nats, num_positions=num_positions, losses=losses))
             del loaded  # freed before the next is loaded
         return replace(parities[0], routed=parities[1] if len(parities) > 1 else None)
+
+    def check_base_head(self, loaded: Any, dtype: torch.dtype, retained: Retained) -> None:
+        """Check that the base's head is the base, if this format may change it."""
 
     def check_kept(self, losses: Losses | None) -> None:
         """Raise ExportParityError, which names a remedy, if too little of what was learned is kept."""
@@ -160,6 +171,9 @@ class Plain(Format):
         yield load_written(AutoModelForCausalLM, folder), "trained"
         if (routed := routed_class(folder)) is not None:
             yield load_written(routed, folder), self.config.method.served
+
+    def check_base_head(self, loaded: Any, dtype: torch.dtype, retained: Retained) -> None:
+        retained.check(loaded, dtype)
 
 
 def write_self_contained(

@@ -1,24 +1,34 @@
-"""What a run learned of held-out text, and what an export keeps of it.
+"""What a run learned of held-out text, and what an export keeps of it and of the base.
 
 Rounding takes from a merged model much of what a short training changed in large matrices, and no
 tolerance of logits shows that. So base, run and export are scored on the same tokens.
+
+A plain export of an expansion holds both streams in one, whose norms u enters where it is huge
+(`dense.py`). That is at a few tokens, of text unlike that of training, and the base's head is then
+not the base. So every retained document is scored by that head too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import EvaluationSource, Role
 from scale_cli.data.corpora import open_sources
 from scale_cli.data.encoding import Integers
 from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.errors import ExportParityError
 from scale_cli.evaluation.scoring import (
+    DocumentLosses,
     Passes,
     beginnings,
     same_beginnings,
     score_beginnings,
 )
+from scale_cli.export.parity import TOLERANCES
 from scale_cli.export.records import Losses
 from scale_cli.model.heads import ModelPair
 from scale_cli.processes import move_to_device
@@ -26,34 +36,53 @@ from scale_cli.runs.opened import MethodFolder
 from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.building import MethodModel
 
-TOKENS_JUDGED = 4096  # of all texts
+TOKENS_JUDGED = 4096  # of all texts of a role
 
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Beginnings of held-out documents of what was to be learned, by one tokenizer."""
+    """Beginnings of held-out documents of one role, by one tokenizer."""
 
     config: RunConfig
+    sources: list[EvaluationSource]
     corpora: list[TokenisedCorpus]
     lengths: list[Integers]  # tokens of each document
     passes: Passes
+
+    @classmethod
+    def of(cls, final: MethodFolder, role: Role) -> HeldOutText | None:
+        """Open the texts of a role; None if a run has none."""
+        evaluation = final.run.config.evaluation.model_copy(update={"mixed_precision": "no"})
+        config = final.run.config.model_copy(update={"evaluation": evaluation})
+        sources = [one for one in config.evaluation.perplexity if one.role == role]
+        if not sources:
+            return None
+        corpora = open_sources(config, sources, final.tokenizer)
+        passes = Passes.of(config, final.run.base_config.max_position_embeddings)
+        of_each = TOKENS_JUDGED // len(corpora)
+        lengths = [beginnings(corpus, passes.context, of_each) for corpus in corpora]
+        return cls(config, sources, corpora, lengths, passes)
 
     @property
     def num_tokens(self) -> int:
         return sum(int(lengths_N.sum()) for lengths_N in self.lengths)
 
-    def nats(self, model: Any, base: BaseRecord | None = None) -> dict[str, float]:
-        """Return what all of it costs a model, by head and routing rule; `base`: it is that base."""
-        nats: dict[str, float] = {}
-        for losses in score_beginnings(
-            model,
+    def score(self, model: Any, label: str, base: BaseRecord | None = None) -> list[DocumentLosses]:
+        """Return what each document costs a model; `base`: it is that base."""
+        return score_beginnings(
+            _streams(model),
             self.corpora,
             self.lengths,
             config=self.config,
             passes=self.passes,
             base=base,
-            label="what was learned",
-        ):
+            label=label,
+        )
+
+    def nats(self, model: Any, base: BaseRecord | None = None) -> dict[str, float]:
+        """Return what all of it costs a model, by head and routing rule; `base`: it is that base."""
+        nats: dict[str, float] = {}
+        for losses in self.score(model, "what was learned", base):
             for name, nats_N in losses.nats.items():
                 nats[name] = nats.get(name, 0.0) + float(nats_N.sum())
         return nats
@@ -70,36 +99,68 @@ class Learned:
     @classmethod
     def of(cls, final: MethodFolder, trained: MethodModel) -> Learned | None:
         """Score a run; None if it has no held-out text of the role acquisition."""
-        evaluation = final.run.config.evaluation.model_copy(update={"mixed_precision": "no"})
-        config = final.run.config.model_copy(update={"evaluation": evaluation})
-        sources = [one for one in config.evaluation.perplexity if one.role == "acquisition"]
-        if not sources:
+        text = HeldOutText.of(final, "acquisition")
+        if text is None:
             return None
-        corpora = open_sources(config, sources, final.tokenizer)
-        passes = Passes.of(config, final.run.base_config.max_position_embeddings)
-        of_each = TOKENS_JUDGED // len(corpora)
-        lengths = [beginnings(corpus, passes.context, of_each) for corpus in corpora]
-        text = of_base = HeldOutText(config, corpora, lengths, passes)
-        if config.method.vocabulary is not None:
-            others = open_sources(config, sources, final.run.base_tokenizer)
-            same = map(same_beginnings, lengths, corpora, others)
-            of_base = HeldOutText(config, others, list(same), passes)
+        of_base = text
+        if text.config.method.vocabulary is not None:
+            others = open_sources(text.config, text.sources, final.run.base_tokenizer)
+            same = map(same_beginnings, text.lengths, text.corpora, others)
+            of_base = replace(text, corpora=others, lengths=list(same))
         base = move_to_device(final.load_base()).eval()
         return cls(
             text=text,
             base=of_base.nats(ModelPair(base), final.record)["base"],
-            run=text.nats(_streams(trained)),
+            run=text.nats(trained),
         )
 
     def losses(self, exported: Any, head: str) -> Losses:
         """Return what the text costs an export that answers with a head, beside base and run."""
-        of_export = self.text.nats(_streams(exported))[head]
+        of_export = self.text.nats(exported)[head]
         num_tokens = self.text.num_tokens
         return Losses(
             base=self.base / num_tokens,
             run=self.run[head] / num_tokens,
             export=of_export / num_tokens,
         )
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What every held-out document of the role retention costs a run's base head, which is the
+    base.
+    """
+
+    text: HeldOutText
+    run: list[DocumentLosses]
+
+    @classmethod
+    def of(cls, final: MethodFolder, trained: MethodModel) -> Retained | None:
+        """Score a run whose plain export has both streams in one; None of another, or without such
+        text.
+        """
+        method = final.run.config.method
+        text = HeldOutText.of(final, "retention")
+        if text is None or not method.definition.routes_plainly(method.settings):
+            return None
+        return cls(text, text.score(trained, "what the base knows"))
+
+    def check(self, exported: Any, dtype: torch.dtype) -> None:
+        """Raise ExportParityError if a document costs an export's base head more than the run's.
+
+        `dtype` is that of the export's weights.
+        """
+        allowed = TOLERANCES[dtype].base_head
+        for run, export in zip(self.run, self.text.score(exported, "its base head"), strict=True):
+            apart_N = (export.nats["base"] - run.nats["base"]) / run.num_tokens
+            worst = int(apart_N.argmax())
+            if not apart_N[worst] <= allowed:
+                raise ExportParityError(
+                    f"the export's base head is not the base: document {run.places[worst] + 1:,} of "
+                    f"the retained text costs it {apart_N[worst]:.2g} nats a token more, allowed: "
+                    f"{allowed:g}; there the expansion is too large for one stream: set "
+                    "export.format=transformers, or train again at a lower train.lr"
+                )
 
 
 def _streams(model: Any) -> Any:

@@ -5,6 +5,9 @@ Every linear map W of the decoder is widened in both directions; W itself is nev
     [ y  ]   [ W    W12 ] [ x ]        x : base stream,      D channels
     [ y' ] = [ W21  W22 ] [ u ]        u : expansion stream, E channels
 
+but for the MLP's gate, which reads x alone: it has W21, no W12 and no W22. So what a sublayer writes
+grows at most as u does, however large u becomes.
+
 A layer has two sublayers, attention and then the MLP (`family_scale.py`). In each of them:
 
     1. u^ is u by its own gains and the RMS of x
@@ -54,32 +57,36 @@ Weights = dict[Tensor, Tensor]
 
 
 class ExpansionLinear(nn.Module):
-    """The blocks that widen one frozen linear map: W21, W22, and W12 if the expansion writes here.
+    """The blocks that widen one frozen linear map: W21, W22 if it reads u, and W12 if it reads u and
+    the expansion writes here.
 
-    If nothing is to be written into the base stream, W12 is absent, not zero: no parameter, no
-    product, and a u that is not finite cannot reach x. `export/dense.py` joins the blocks into one
-    plain map.
+    A block that is to do nothing is absent, not zero: no parameter, no product, and without W12 a u
+    that is not finite cannot reach x. `export/dense.py` joins the blocks into one plain map.
     """
 
-    weight_22: nn.Parameter
-
     def __init__(
-        self, frozen: nn.Linear, in_features: int, out_features: int, *, collaborates: bool
+        self, frozen: nn.Linear, in_features: int, out_features: int, *, reads_u: bool, writes: bool
     ) -> None:
         super().__init__()
+        self.in_features = in_features  # of u
         self.weight_21 = nn.Parameter(torch.empty(out_features, frozen.in_features))
-        self.weight_22 = nn.Parameter(torch.empty(out_features, in_features))
+        self.weight_22 = nn.Parameter(torch.empty(out_features, in_features)) if reads_u else None
         self.weight_12 = (
-            nn.Parameter(torch.empty(frozen.out_features, in_features)) if collaborates else None
+            nn.Parameter(torch.empty(frozen.out_features, in_features))
+            if reads_u and writes
+            else None
         )
         self.bias_2 = None if frozen.bias is None else nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
-        """Return y' = W21 x + W22 u: two products, so that a frozen x gets no gradient."""
+        """Return y' = W21 x + W22 u: two products, so that a frozen x gets no gradient; without W22,
+        y' = W21 x.
+        """
         weight_21 = weights[self.weight_21]
         bias_2 = None if self.bias_2 is None else weights[self.bias_2]
         read = F.linear(x.flatten(0, -2).to(weight_21.dtype), weight_21, bias_2)
-        read = add_product(read, u.flatten(0, -2), weights[self.weight_22])
+        if self.weight_22 is not None:
+            read = add_product(read, u.flatten(0, -2), weights[self.weight_22])
         return read.unflatten(0, x.shape[:-1])
 
     def collaborate(self, y: Tensor, u: Tensor, weights: Weights) -> Tensor:
@@ -353,8 +360,13 @@ class ExpansionLayer(nn.Module):
                 (name, stream, size) for name, size in zip(sublayer.reading, sizes, strict=True)
             ]
             for name, num_in, num_out in [*maps, (sublayer.writing, sizes[0], stream)]:
-                frozen = linear_of(base_layer, name)
-                linear = ExpansionLinear(frozen, num_in, num_out, collaborates=collaborates)
+                linear = ExpansionLinear(
+                    linear_of(base_layer, name),
+                    num_in,
+                    num_out,
+                    reads_u=name not in sublayer.reading_base,
+                    writes=collaborates,
+                )
                 self.add_module(name, linear)
             if after is not None:
                 self.add_module(after, ExpansionNorm(stream))

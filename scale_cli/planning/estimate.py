@@ -92,13 +92,14 @@ def estimate(
     num_ways = len(exports)
     if "plain" in exports and definition.routes_plainly(config.method.settings):
         num_ways += 1
-    judged = [text.num_tokens for text in texts if text.role == "acquisition"]
-    num_judged = sum(min(num_tokens, TOKENS_JUDGED // len(judged)) for num_tokens in judged)
+    num_learned = _num_judged(texts, "acquisition")
     read_by_exports = num_ways * (
-        _PASSES_OF_A_COMPARISON * sum(text.num_compared for text in texts) + num_judged
+        _PASSES_OF_A_COMPARISON * sum(text.num_compared for text in texts) + num_learned
     )
     if exports:
-        read_by_exports += 2 * num_judged  # by the base and the run
+        read_by_exports += 2 * num_learned  # by the base and the run
+    if num_ways > len(exports):
+        read_by_exports += 2 * _num_judged(texts, "retention")  # by the run and the export
     times = _TIMES_IN_FLOAT32 if train.mixed_precision == "bf16" else 1.0
     step_s = device.step_s(step, train, config.corpus.sequence_length, num_processes)
     return Estimate(
@@ -112,6 +113,12 @@ def estimate(
         done=done,
         omitted=" without benchmarks" if config.evaluation.benchmarks else "",
     )
+
+
+def _num_judged(texts: Sequence[HeldOut], role: str) -> int:
+    """Return how many tokens of a role's texts exports are judged by."""
+    judged = [text.num_tokens for text in texts if text.role == role]
+    return sum(min(num_tokens, TOKENS_JUDGED // len(judged)) for num_tokens in judged)
 
 
 def _steps_done(folder: RunFolder, max_steps: int) -> int:

@@ -19,7 +19,8 @@ fine-tuning and 4 N for LoRA. A widened map has up to four blocks; its u always 
 | W21   | x     | u      | 2 D E (2 + [x needs a gradient])               |
 | W22   | u     | u      | 2 E E 3                                        |
 
-with E = r D: 2 D^2 (1 + 2r + 3r^2) if x needs no gradient, and 2 D^2 (2 + 6r + 3r^2) if it does and W12 exists.
+with E = r D: 2 D^2 (1 + 2r + 3r^2) if x needs no gradient, and 2 D^2 (2 + 6r + 3r^2) if it does and W12 exists. The
+MLP's gate has neither W12 nor W22: 2 D^2 (1 + 2r) and 2 D^2 (2 + 3r).
 Whether x needs one is followed map by map from the bottom: it does above the first thing that trains and writes into x.
 The sizes and the trained parameters come from the method's model on the meta device, which is never run.
 
@@ -89,7 +90,7 @@ def ideal_flops_per_token(
     decoder, expansion = root.get_decoder(), model.expansion if method.definition.widens else None
     head_dim, num_keys = decoder.layers[0].self_attn.head_dim, (sequence_length + 1) / 2
     query_size = base_config.num_attention_heads * head_dim
-    added_query_size = expansion.layers[0].q_proj.weight_22.shape[0] if expansion is not None else 0
+    added_query_size = expansion.layers[0].q_proj.weight_21.shape[0] if expansion is not None else 0
     linear, x_grad = _embedding(decoder.embed_tokens)
     attention = fused_attention = 0.0
     for index, layer in enumerate(decoder.layers):
@@ -145,7 +146,8 @@ def _product(module: Any, added: Any, reads_grad: bool) -> tuple[float, bool]:
         writes_grad = True
     if added is not None:
         flops += _linear(*added.weight_21.shape, reads_grad=reads_grad, trains=True)
-        flops += _linear(*added.weight_22.shape, reads_grad=True, trains=True)
+        if added.weight_22 is not None:
+            flops += _linear(*added.weight_22.shape, reads_grad=True, trains=True)
         if added.weight_12 is not None:
             flops += _linear(*added.weight_12.shape, reads_grad=True, trains=True)
             writes_grad = True

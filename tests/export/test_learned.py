@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from scale_cli.commands.export import check_written_export
 from scale_cli.errors import ExportParityError
 from scale_cli.export.formats import Plain
-from scale_cli.export.learned import Learned
+from scale_cli.export.learned import Learned, Retained
 from scale_cli.export.records import ExportRecord, Losses, Parity
 from scale_cli.runs.opened import Run
 from tests.export.conftest import TrainedRun
@@ -98,7 +98,7 @@ def test_a_16_bit_export_of_a_float32_run_is_judged_by_its_weights_alone(
     config = changed(trained_run(LORA), "export.format=plain", "export.dtype=bfloat16")
     folder = export(config).folder
     same = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    parity = Plain(config).prove(folder, same, [random_ids(1, 60)], None)
+    parity = Plain(config).prove(folder, same, [random_ids(1, 60)], None, None)
     assert 0.0 <= parity.nats < 1e-9
 
 
@@ -143,3 +143,43 @@ def test_without_held_out_text_to_be_learned_the_line_says_that_no_share_is_know
     assert exported.parity.losses is None
     assert "no held-out text of the role acquisition" in str(exported.parity)
     assert ExportRecord.load(exported.folder).losses is None
+
+
+def test_a_plain_export_whose_base_head_is_not_the_base_on_retained_text_is_refused(
+    trained_run: TrainedRun, tmp_path: Path
+) -> None:
+    """A u of 1e12 times x at one token, which no prompt has, counts in the norms of both streams."""
+    config = trained_run({"variant": "route"}, format="plain")
+    final = Run(config).open_final()
+    model: Any = final.load_to_export()
+    retained = Retained.of(final, model)
+    assert retained is not None
+    plain = Plain(config)
+    (corpus,) = retained.text.corpora
+    rare = int(corpus.with_boundary(1)[20])
+    prompts = [torch.tensor([[3, 4, 5, 6]])]
+    assert rare not in prompts[0]
+
+    def routed(name: str) -> Any:
+        plain.write(tmp_path / name, model, final, prompts)
+        return list(plain.load(tmp_path / name))[1][0]
+
+    retained.check(routed("good"), torch.float32)
+    with torch.no_grad():
+        model.expansion.embed_tokens.weight[rare] *= 1e12
+    assert Retained.of(final, model).run[0].nats["base"].tolist() == (  # type: ignore[union-attr]
+        retained.run[0].nats["base"].tolist()
+    )
+    with pytest.raises(
+        ExportParityError,
+        match=r"base head is not the base: document \d+ of .* set export.format=transformers, or",
+    ):
+        retained.check(routed("bad"), torch.float32)
+
+
+def test_only_a_plain_export_with_both_streams_in_one_is_asked_for_the_base(
+    trained_run: TrainedRun,
+) -> None:
+    for method in (LORA, {"variant": "preserve"}):
+        final = Run(trained_run(method)).open_final()
+        assert Retained.of(final, final.load_to_export()) is None

@@ -237,3 +237,19 @@ def test_a_baseline_starts_as_its_base_bit_for_bit(family: str, variant: Any) ->
     expected = answered(base)
     model = start_model(base, MethodConfig(variant=variant), seed=0).eval()
     assert torch.equal(answered(model), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", BASES)
+def test_what_leaves_the_layers_grows_at_most_as_the_codes_do(family: str) -> None:
+    """A gate that read u would square it in every layer."""
+    model: Any = as_if_trained(widen(tiny(family), "preserve", ratio=0.5), std=0.2)
+
+    def largest_u() -> float:
+        states = model.final_states(IDS, with_base_head=False)
+        return states.u_BTE.abs().max().item()
+
+    model.expansion.embed_tokens.weight.mul_(1e4)
+    large = largest_u()
+    model.expansion.embed_tokens.weight.mul_(1e4)
+    assert largest_u() < 1.5e4 * large

@@ -72,7 +72,7 @@ def test_every_way_to_load_an_export_is_compared_on_its_tokens(
     assert takes.total_s - estimated().total_s == pytest.approx(takes.export_s)
 
 
-def test_what_an_export_keeps_is_read_by_the_base_the_run_and_every_way_to_load_it_in_float32(
+def test_what_an_export_keeps_is_read_by_all_that_are_compared_in_float32(
     shared_data: Path, tmp_path: Path
 ) -> None:
     config = small_run(tmp_path, shared_data / "ckpt-eltec/hf", method={"variant": "route"})
@@ -80,13 +80,15 @@ def test_what_an_export_keeps_is_read_by_the_base_the_run_and_every_way_to_load_
     step = step_cost(load_base_config(config.model), config.method)
     learned = HeldOut(role="acquisition", num_tokens=9_999, num_in_windows=0, num_compared=0)
     few = HeldOut(role="acquisition", num_tokens=50, num_in_windows=0, num_compared=0)
+    retained = HeldOut(role="retention", num_tokens=70, num_in_windows=0, num_compared=0)
     for run, times in (
         (config, 1),
         (config.model_copy(update={"train": in_bfloat16}), 2),
     ):
-        takes = estimate(run, step, Device("cpu", 1e9, "stated"), [learned, few])
+        takes = estimate(run, step, Device("cpu", 1e9, "stated"), [learned, few, retained])
         read = takes.export_s * takes.scored_per_s
-        assert read == pytest.approx(times * (2 + 2) * (4096 // 2 + 50))
+        # by the base, the run and both ways to load it; and by the run's base head and the export's
+        assert read == pytest.approx(times * (4 * (4096 // 2 + 50) + 2 * 70))
 
 
 def test_the_search_for_the_rate_is_counted_once(shared_data: Path, tmp_path: Path) -> None:

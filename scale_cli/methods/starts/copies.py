@@ -47,8 +47,8 @@ def copy_layer(config: Any, base_layer: Any, layer: Any) -> CopiedPlaces:
     layer's output get the size of the base's.
     """
     family = family_of(config)
-    queries, keys = _copied_heads(base_layer, len(layer.k_proj.weight_22))
-    channels = _copied_channels(base_layer, len(layer.gate_proj.weight_22))
+    queries, keys = _copied_heads(base_layer, len(layer.k_proj.weight_21))
+    channels = _copied_channels(base_layer, len(layer.gate_proj.weight_21))
     places = CopiedPlaces(queries, keys, channels)
 
     for sublayer in SUBLAYERS:

@@ -34,7 +34,7 @@ _MATRIX_RATES = {"muon": 1.5, "adamw": 0.3}
 class DifferenceStream(Start):
     """For text that the base knows.
 
-    Copies read x + P^T u, and write P times what they compute, less what the originals compute. H'
+    Copies read x + P^T u (the gate's x alone), and write P times what they compute, less what the originals compute. H'
     reads u as H reads P^T u.
     """
 
@@ -124,6 +124,8 @@ def _start_layer(config: Any, directions: Tensor, base_layer: Any, layer: Any) -
         if before is not None:
             _fill_gains(getattr(layer, before), sizes)
         for name in sublayer.reading:
+            if name in sublayer.reading_base:
+                continue
             rows = numbers(base_layer, name)[places.of(name)]
             getattr(layer, name).weight_22[:, :count].copy_((rows * gains) @ directions.T / sizes)
 
