@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -101,12 +102,10 @@ def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRa
     }
     sized = config.model_copy(update={"train": train.model_copy(update=sizes)})
     batches = build_batches(sized, corpora, accelerator.num_processes)
-    judging = 1
+    judging = sized.train.max_steps - 1
     judged = _windows(batches.of_step(judging))
     read = [  # others, of which very little text has none
-        step
-        for step in range(sized.train.max_steps)
-        if step != judging and not judged & _windows(batches.of_step(step))
+        step for step in range(judging) if not judged & _windows(batches.of_step(step))
     ]
     if not read:
         return FoundRate(first, {})
@@ -210,7 +209,7 @@ class RateSearch:
     def _by_one_update(self, first: float, start: _Start) -> FoundRate:
         losses = {0.0: self.judged_loss()}
         try:
-            self._update(first, self.read[:1])
+            self._update(self.read[:1], {"lr": first, "schedule": "constant", "warmup_steps": 0})
         except NonFiniteError:
             return FoundRate(first, losses)
         updates = start.updates()
@@ -232,7 +231,8 @@ class RateSearch:
             rate = near.lr * _FACTOR**power
             start.go_back()
             try:
-                self._update(rate, self.read)
+                # As a run does: what a high rate leaves to be done by lower ones does not count.
+                self._update(self.read, {"lr": rate, "warmup_steps": 1, "decay_steps": None})
                 losses[rate] = self.judged_loss()
             except NonFiniteError:
                 losses[rate] = math.inf
@@ -242,9 +242,10 @@ class RateSearch:
         found = float(f"{near.lr * _FACTOR**power:.2g}")
         return FoundRate(found, losses, num_updates=len(self.read))
 
-    def _update(self, rate: float, read: Sequence[StepBatches]) -> None:
-        """Take an update by each batch, all at one rate; raise NonFiniteError where a gradient is not finite."""
-        settings = {"lr": rate, "schedule": "constant", "warmup_steps": 0}
+    def _update(self, read: Sequence[StepBatches], settings: dict[str, Any]) -> None:
+        """Take an update by each batch, with settings of `train`; raise NonFiniteError where a gradient is not
+        finite.
+        """
         train = self.train.model_copy(update=settings)
         optimiser = build_optimiser(self.model, train)
         is_scaled = train.mixed_precision == "fp16"
@@ -269,10 +270,13 @@ def useful_power(loss: Callable[[int], float], before: float) -> float:
     """
     if before == math.inf:
         return 0.0
-    best = _lower_while(0, lambda power: loss(power) == math.inf)
-    for way in (1, -1):
-        while abs(best + way) <= _MOST_STEPS_AWAY and loss(best + way) < loss(best):
-            best += way
+    tried = best = _lower_while(0, lambda power: loss(power) == math.inf)
+    # Upwards past what is worse by noise: where a gain has hardly begun, that may be any rate.
+    while tried < _MOST_STEPS_AWAY and loss(tried + 1) < loss(best) + _NOISE * before:
+        tried += 1
+        best = min(best, tried, key=loss)
+    while best > -_MOST_STEPS_AWAY and loss(best - 1) < loss(best):
+        best -= 1
     gain = before - loss(best)
     if gain < _NOISE * before:
         # Of a parabola that hardly falls, where it has risen tells more than where it falls.

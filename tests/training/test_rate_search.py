@@ -72,6 +72,12 @@ def test_where_the_gain_is_noise_the_harm_of_higher_rates_tells_how_far_to_go() 
     assert -6 < power < -5.5
 
 
+def test_noise_where_a_gain_has_hardly_begun_does_not_end_the_way_up() -> None:
+    # ckpt-eltec by LoRA, beginnings of novels that it knows; another loss of power 1 is a bit higher.
+    losses = {-1: 4.0312, 0: 4.0309, 1: 4.031, 2: 4.028, 3: 4.024, 4: 4.019, 5: 4.01, 6: 4.001, 7: 4.013}
+    assert 5 < useful_power(losses.__getitem__, 4.0314) < 6.5
+
+
 def test_a_gain_of_less_than_a_thousandth_is_noise() -> None:
     lowest = {0: 0.9995, 1: 0.999, 2: 0.9985}
     for share, taken in ((1.0, 2), (0.5, 0)):
