@@ -59,8 +59,8 @@ def export_each(formats: Sequence[Format]) -> list[Exported]:
     config = formats[0].config
     final = Run(config).open_final()
     model = final.load_to_export()
-    texts = _judged(config, final, model)
-    return [_export(export_format, final, model, *texts) for export_format in formats]
+    judged_by = _judged_by(config, final, model)
+    return [_export(export_format, final, model, *judged_by) for export_format in formats]
 
 
 def _export(
@@ -128,19 +128,19 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
     final = open_folder(run.folder.final, run)
     model = final.load_to_export()
     try:
-        texts = _judged(config, final, model)
+        judged_by = _judged_by(config, final, model)
     except CorpusError:  # an export can be checked where the held-out text is not at hand
-        texts = sample_ids(final.tokenizer), None, None
+        judged_by = sample_ids(final.tokenizer), None, None
     (export_format,) = formats_of(config)
-    export_format.prove(folder, model, *texts)
+    export_format.prove(folder, model, *judged_by)
 
 
-def _judged(
+def _judged_by(
     config: RunConfig, final: MethodFolder, model: MethodModel
 ) -> tuple[list[Tensor], Learned | None, Retained | None]:
     """Return the text by which exports are judged, and what it costs the trained model."""
     prompts = _prompts(config, final.tokenizer)
-    return prompts, Learned.of(final, model), Retained.of(final, model)
+    return prompts, Learned.of(final, model), Retained(final, model)
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:

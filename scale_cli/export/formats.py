@@ -20,7 +20,7 @@ from scale_cli.errors import ConfigError, ExportParityError
 from scale_cli.export.cached_decoding import check_cached_decoding
 from scale_cli.export.dense import convert_parameters, plain_model
 from scale_cli.export.learned import Learned, Retained
-from scale_cli.export.parity import coarser, measure_parity, served_logits
+from scale_cli.export.parity import Tolerance, coarser, measure_parity, served_logits
 from scale_cli.export.plain_folder import (
     can_name_base,
     copy_tokenizer,
@@ -96,7 +96,7 @@ class Format:
         model: MethodModel,
         prompts: list[Tensor],
         learned: Learned | None,
-        retained: Retained | None,
+        retained: Retained | None,  # None: such text is not at hand
     ) -> Parity:
         """Load a folder in every way in which it is served, and check that it computes what the
         trained model does.
@@ -108,7 +108,6 @@ class Format:
         for loaded, head in self.load(folder):
             move_to_device(loaded).eval()
             check_cached_decoding(loaded, prompts)
-            dtype = loaded.dtype
             tolerance = coarser(loaded, model)
             if model.dtype == torch.float32:
                 loaded.float()
@@ -118,13 +117,15 @@ class Format:
             losses = None if learned is None else learned.losses(loaded, head)
             self.check_kept(losses)
             if retained is not None and head != "trained":
-                self.check_base_head(loaded, dtype, retained)
+                self.check_base_head(loaded, tolerance, retained)
             parities.append(Parity(nats=nats, num_positions=num_positions, losses=losses))
             del loaded  # freed before the next is loaded
         return replace(parities[0], routed=parities[1] if len(parities) > 1 else None)
 
-    def check_base_head(self, loaded: Any, dtype: torch.dtype, retained: Retained) -> None:
-        """Check that the base's head is the base, if this format may change it."""
+    def check_base_head(self, loaded: Any, tolerance: Tolerance, retained: Retained) -> None:
+        """Raise ExportParityError if a routed export's base head is not the base; most formats hold
+        the base as it is.
+        """
 
     def check_kept(self, losses: Losses | None) -> None:
         """Raise ExportParityError, which names a remedy, if too little of what was learned is kept."""
@@ -172,8 +173,12 @@ class Plain(Format):
         if (routed := routed_class(folder)) is not None:
             yield load_written(routed, folder), self.config.method.served
 
-    def check_base_head(self, loaded: Any, dtype: torch.dtype, retained: Retained) -> None:
-        retained.check(loaded, dtype)
+    def check_base_head(self, loaded: Any, tolerance: Tolerance, retained: Retained) -> None:
+        if not self.method.routes_plainly(self.config.method.settings):
+            return
+        finer = "" if self.dtype == "float32" else "export.dtype=float32 or "
+        remedy = f"set {finer}export.format={Transformers.name}, or train again at a lower train.lr"
+        retained.check(loaded, tolerance.base_head, remedy)
 
 
 def write_self_contained(

@@ -5,15 +5,14 @@ tolerance of logits shows that. So base, run and export are scored on the same t
 
 A plain export of an expansion holds both streams in one, whose norms u enters where it is huge
 (`dense.py`). That is at a few tokens, of text unlike that of training, and the base's head is then
-not the base. So every retained document is scored by that head too.
+not the base. So beginnings of retained documents are scored by that head too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
-
-import torch
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource, Role
@@ -28,7 +27,6 @@ from scale_cli.evaluation.scoring import (
     same_beginnings,
     score_beginnings,
 )
-from scale_cli.export.parity import TOLERANCES
 from scale_cli.export.records import Losses
 from scale_cli.model.heads import ModelPair
 from scale_cli.processes import move_to_device
@@ -37,6 +35,7 @@ from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.building import MethodModel
 
 TOKENS_JUDGED = 4096  # of all texts of a role
+LONGEST_RETAINED = 256  # tokens of a document
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,11 @@ class HeldOutText:
     passes: Passes
 
     @classmethod
-    def of(cls, final: MethodFolder, role: Role) -> HeldOutText | None:
-        """Open the texts of a role; None if a run has none."""
+    def of(cls, final: MethodFolder, role: Role, longest: int | None = None) -> HeldOutText | None:
+        """Open the texts of a role; None if a run has none.
+
+        Of each document, at most the first `longest` tokens are read; None: what the context holds.
+        """
         evaluation = final.run.config.evaluation.model_copy(update={"mixed_precision": "no"})
         config = final.run.config.model_copy(update={"evaluation": evaluation})
         sources = [one for one in config.evaluation.perplexity if one.role == role]
@@ -60,7 +62,8 @@ class HeldOutText:
         corpora = open_sources(config, sources, final.tokenizer)
         passes = Passes.of(config, final.run.base_config.max_position_embeddings)
         of_each = TOKENS_JUDGED // len(corpora)
-        lengths = [beginnings(corpus, passes.context, of_each) for corpus in corpora]
+        length = passes.context if longest is None else min(longest, passes.context)
+        lengths = [beginnings(corpus, length, of_each) for corpus in corpora]
         return cls(config, sources, corpora, lengths, passes)
 
     @property
@@ -127,39 +130,42 @@ class Learned:
 
 @dataclass(frozen=True)
 class Retained:
-    """What every held-out document of the role retention costs a run's base head, which is the
-    base.
-    """
+    """What held-out text of the role retention costs a run's base head, which is the base."""
 
-    text: HeldOutText
-    run: list[DocumentLosses]
+    final: MethodFolder
+    trained: MethodModel
 
-    @classmethod
-    def of(cls, final: MethodFolder, trained: MethodModel) -> Retained | None:
-        """Score a run whose plain export has both streams in one; None of another, or without such
-        text.
-        """
-        method = final.run.config.method
-        text = HeldOutText.of(final, "retention")
-        if text is None or not method.definition.routes_plainly(method.settings):
-            return None
-        return cls(text, text.score(trained, "what the base knows"))
+    @cached_property
+    def text(self) -> HeldOutText | None:
+        """The beginnings of as many documents as the budget allows, short ones."""
+        return HeldOutText.of(self.final, "retention", LONGEST_RETAINED)
 
-    def check(self, exported: Any, dtype: torch.dtype) -> None:
+    @cached_property
+    def losses_of_run(self) -> list[DocumentLosses]:
+        assert self.text is not None
+        return self.text.score(self.trained, "what the base knows")
+
+    def check(self, exported: Any, allowed: float, remedy: str) -> None:
         """Raise ExportParityError if a document costs an export's base head more than the run's.
 
-        `dtype` is that of the export's weights.
+        Args:
+            exported: the model.
+            allowed: nats that rounding may cost a document.
+            remedy: what the error advises.
         """
-        allowed = TOLERANCES[dtype].base_head
-        for run, export in zip(self.run, self.text.score(exported, "its base head"), strict=True):
-            apart_N = (export.nats["base"] - run.nats["base"]) / run.num_tokens
-            worst = int(apart_N.argmax())
+        if self.text is None:
+            return
+        losses_of_export = self.text.score(exported, "its base head")
+        for source, run, export in zip(
+            self.text.sources, self.losses_of_run, losses_of_export, strict=True
+        ):
+            apart_N = export.nats["base"] - run.nats["base"]
+            worst = int(apart_N.argmax())  # of a NaN, if there is one
             if not apart_N[worst] <= allowed:
                 raise ExportParityError(
-                    f"the export's base head is not the base: document {run.places[worst] + 1:,} of "
-                    f"the retained text costs it {apart_N[worst]:.2g} nats a token more, allowed: "
-                    f"{allowed:g}; there the expansion is too large for one stream: set "
-                    "export.format=transformers, or train again at a lower train.lr"
+                    f"the export's base head is not the base: of {source.name}, document "
+                    f"{run.places[worst] + 1:,} costs it {apart_N[worst]:.2g} nats more, allowed: "
+                    f"{allowed:g}; {remedy}"
                 )
 
 

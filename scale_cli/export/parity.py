@@ -25,17 +25,20 @@ class Tolerance:
 
     logits: float  # at most, as a share of the largest
     nats: float  # on average: the divergence of a position's prediction
-    base_head: float  # nats a token that any document may cost the base's head more
+    base_head: (
+        float  # nats that a retained document of 256 tokens may cost the export's base head more
+    )
 
 
 # By the dtype of the weights. Merged with LoRA, SmolLM2-135M is 3e-4 from itself in float32; its
 # weights in bfloat16, computed in float32, are 4e-4 nats off on average, and at the token after BOS
-# one logit is 0.57 off. What of that matters, the loss says (`learned.py`). One matrix with the
+# one logit is 0.57 off. What of that matters, the loss says (`learned.py`). In bfloat16 Gemma 3's base
+# head is 0.72 nats off on 400 tokens of a document, in float32 a toy's 1e-5. One matrix with the
 # wrong sign is 1 nat.
 TOLERANCES = {
-    torch.float32: Tolerance(logits=1e-3, nats=1e-6, base_head=1e-3),
-    torch.float16: Tolerance(logits=0.25, nats=2e-3, base_head=2e-2),
-    torch.bfloat16: Tolerance(logits=1.0, nats=5e-2, base_head=5e-2),
+    torch.float32: Tolerance(logits=1e-3, nats=1e-6, base_head=0.05),
+    torch.float16: Tolerance(logits=0.25, nats=2e-3, base_head=0.5),
+    torch.bfloat16: Tolerance(logits=1.0, nats=5e-2, base_head=2.0),
 }
 
 

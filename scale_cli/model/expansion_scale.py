@@ -22,7 +22,8 @@ Without W12 the base walks first and alone, and the expansion follows.
 Shapes: B batch, T positions, D base channels, E expansion channels, N attention heads, A channels
 a head. A tensor that may have several shapes carries no suffix.
 
-Source: SCALE, arXiv 2511.03270; normalising both streams by the base stream's RMS is ours.
+Source: SCALE, arXiv 2511.03270; normalising both streams by the base stream's RMS is ours, and so is
+a gate that reads x alone.
 """
 
 from __future__ import annotations

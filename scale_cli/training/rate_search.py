@@ -45,6 +45,7 @@ _SHARE_OF_GAIN = 0.9
 _SHARE_OF_WAY = 1 - math.sqrt(1 - _SHARE_OF_GAIN)
 # A smaller share of the loss is noise, as a gain and as harm.
 _NOISE = 0.001
+_MOST_NOISY = 3  # rates in a row
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,12 @@ def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRa
     }
     sized = config.model_copy(update={"train": train.model_copy(update=sizes)})
     batches = build_batches(sized, corpora, accelerator.num_processes)
-    judging = sized.train.max_steps - 1
+    judging = 1
     judged = _windows(batches.of_step(judging))
     read = [  # others, of which very little text has none
-        step for step in range(judging) if not judged & _windows(batches.of_step(step))
+        step
+        for step in range(sized.train.max_steps)
+        if step != judging and not judged & _windows(batches.of_step(step))
     ]
     if not read:
         return FoundRate(first, {})
@@ -126,7 +129,7 @@ def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRa
             model=training.model,
             wrapped=training.wrapped,
             train=sized.train,
-            read=[part(step) for step in read],
+            read=[replace(part(step), step=place) for place, step in enumerate(read)],
             judged=part(judging),
             on_judged=bar.update,
         )
@@ -231,8 +234,9 @@ class RateSearch:
             rate = near.lr * _FACTOR**power
             start.go_back()
             try:
-                # As a run does: what a high rate leaves to be done by lower ones does not count.
-                self._update(self.read, {"lr": rate, "warmup_steps": 1, "decay_steps": None})
+                # The rate falls as in a run: what a high one leaves to lower ones does not count.
+                falling = {"schedule": "cosine", "warmup_steps": 1, "max_steps": len(self.read) + 1}
+                self._update(self.read, {"lr": rate, **falling})
                 losses[rate] = self.judged_loss()
             except NonFiniteError:
                 losses[rate] = math.inf
@@ -243,8 +247,10 @@ class RateSearch:
         return FoundRate(found, losses, num_updates=len(self.read))
 
     def _update(self, read: Sequence[StepBatches], settings: dict[str, Any]) -> None:
-        """Take an update by each batch, with settings of `train`; raise NonFiniteError where a gradient is not
-        finite.
+        """Take an update by each batch, with settings of `train`.
+
+        Raises:
+            NonFiniteError: a gradient is not finite.
         """
         train = self.train.model_copy(update=settings)
         optimiser = build_optimiser(self.model, train)
@@ -271,8 +277,11 @@ def useful_power(loss: Callable[[int], float], before: float) -> float:
     if before == math.inf:
         return 0.0
     tried = best = _lower_while(0, lambda power: loss(power) == math.inf)
-    # Upwards past what is worse by noise: where a gain has hardly begun, that may be any rate.
-    while tried < _MOST_STEPS_AWAY and loss(tried + 1) < loss(best) + _NOISE * before:
+    # Upwards past a few that are worse by noise: where a gain has hardly begun, that may be any rate.
+    while (
+        tried < min(_MOST_STEPS_AWAY, best + _MOST_NOISY)
+        and loss(tried + 1) < loss(best) + _NOISE * before
+    ):
         tried += 1
         best = min(best, tried, key=loss)
     while best > -_MOST_STEPS_AWAY and loss(best - 1) < loss(best):

@@ -19,8 +19,8 @@ fine-tuning and 4 N for LoRA. A widened map has up to four blocks; its u always 
 | W21   | x     | u      | 2 D E (2 + [x needs a gradient])               |
 | W22   | u     | u      | 2 E E 3                                        |
 
-with E = r D: 2 D^2 (1 + 2r + 3r^2) if x needs no gradient, and 2 D^2 (2 + 6r + 3r^2) if it does and W12 exists. The
-MLP's gate has neither W12 nor W22: 2 D^2 (1 + 2r) and 2 D^2 (2 + 3r).
+with E = r D: 2 D^2 (1 + 2r + 3r^2) if x needs no gradient, and 2 D^2 (2 + 6r + 3r^2) if it does and W12 exists.
+The MLP's gate has neither W12 nor W22: 2 D^2 (1 + 2r) and 2 D^2 (2 + 3r).
 Whether x needs one is followed map by map from the bottom: it does above the first thing that trains and writes into x.
 The sizes and the trained parameters come from the method's model on the meta device, which is never run.
 

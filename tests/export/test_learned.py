@@ -152,34 +152,65 @@ def test_a_plain_export_whose_base_head_is_not_the_base_on_retained_text_is_refu
     config = trained_run({"variant": "route"}, format="plain")
     final = Run(config).open_final()
     model: Any = final.load_to_export()
-    retained = Retained.of(final, model)
-    assert retained is not None
     plain = Plain(config)
+    retained = Retained(final, model)
+    assert retained.text is not None
     (corpus,) = retained.text.corpora
     rare = int(corpus.with_boundary(1)[20])
     prompts = [torch.tensor([[3, 4, 5, 6]])]
     assert rare not in prompts[0]
 
-    def routed(name: str) -> Any:
+    def prove(name: str, retained: Retained) -> Parity:
         plain.write(tmp_path / name, model, final, prompts)
-        return list(plain.load(tmp_path / name))[1][0]
+        return plain.prove(tmp_path / name, model, prompts, None, retained)
 
-    retained.check(routed("good"), torch.float32)
+    prove("good", retained)
     with torch.no_grad():
         model.expansion.embed_tokens.weight[rare] *= 1e12
-    assert Retained.of(final, model).run[0].nats["base"].tolist() == (  # type: ignore[union-attr]
-        retained.run[0].nats["base"].tolist()
+    again = Retained(final, model)
+    (before,), (after,) = retained.losses_of_run, again.losses_of_run
+    assert before.nats["base"].tolist() == after.nats["base"].tolist()
+    refused = (
+        r"base head is not the base: of \w+, document \d+ costs it .* nats more, allowed: 0.05; "
+        "set export.format=transformers, or train again"
     )
-    with pytest.raises(
-        ExportParityError,
-        match=r"base head is not the base: document \d+ of .* set export.format=transformers, or",
-    ):
-        retained.check(routed("bad"), torch.float32)
+    with pytest.raises(ExportParityError, match=refused):
+        prove("bad", again)
 
 
+@pytest.mark.parametrize(
+    ("method", "export_format", "num_asked"),
+    [
+        ({"variant": "route"}, "plain", 1),
+        ({"variant": "route"}, "transformers", 0),
+        ({"variant": "preserve"}, "plain", 0),
+        (LORA, "plain", 0),
+    ],
+)
 def test_only_a_plain_export_with_both_streams_in_one_is_asked_for_the_base(
     trained_run: TrainedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    method: dict[str, Any],
+    export_format: str,
+    num_asked: int,
 ) -> None:
-    for method in (LORA, {"variant": "preserve"}):
-        final = Run(trained_run(method)).open_final()
-        assert Retained.of(final, final.load_to_export()) is None
+    config = trained_run(method, format=export_format)
+    folder = export(config).folder
+    asked: list[float] = []
+
+    def refuse(_retained: Any, _exported: Any, allowed: float, _remedy: str) -> None:
+        asked.append(allowed)
+        raise ExportParityError("as asked")
+
+    monkeypatch.setattr(Retained, "check", refuse)
+    try:
+        check_written_export(config, folder)
+    except ExportParityError as error:
+        assert str(error) == "as asked"
+    assert len(asked) == num_asked
+
+
+def test_what_rounding_to_16_bits_costs_the_base_head_is_allowed(trained_run: TrainedRun) -> None:
+    for dtype in ("float16", "bfloat16"):
+        config = trained_run({"variant": "route"}, format="plain", dtype=dtype)
+        assert export(config).parity.routed is not None

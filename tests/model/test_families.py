@@ -241,9 +241,10 @@ def test_a_baseline_starts_as_its_base_bit_for_bit(family: str, variant: Any) ->
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", BASES)
-def test_what_leaves_the_layers_grows_at_most_as_the_codes_do(family: str) -> None:
+@pytest.mark.parametrize("variant", ["preserve", "adapt"])
+def test_what_leaves_the_layers_grows_at_most_as_the_codes_do(family: str, variant: str) -> None:
     """A gate that read u would square it in every layer."""
-    model: Any = as_if_trained(widen(tiny(family), "preserve", ratio=0.5), std=0.2)
+    model: Any = as_if_trained(widen(tiny(family), variant, ratio=0.5), std=0.2)
 
     def largest_u() -> float:
         states = model.final_states(IDS, with_base_head=False)

@@ -5,12 +5,14 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scale_cli.config.schedule import learning_rate
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.search import MOST_BRANCHES
 from scale_cli.errors import ConfigError
@@ -18,6 +20,7 @@ from scale_cli.methods.lora import Lora, LoraConfig
 from scale_cli.storage.atomic import read_json
 from scale_cli.training import rate_search
 from scale_cli.training.rate_search import FoundRate, RateSearch, lowest_power, useful_power
+from scale_cli.training.step import train_step
 from tests.command_line import refused
 from tests.training.conftest import MakeConfig, are_equal, finished, go_on, trained
 
@@ -73,8 +76,18 @@ def test_where_the_gain_is_noise_the_harm_of_higher_rates_tells_how_far_to_go() 
 
 
 def test_noise_where_a_gain_has_hardly_begun_does_not_end_the_way_up() -> None:
-    # ckpt-eltec by LoRA, beginnings of novels that it knows; another loss of power 1 is a bit higher.
-    losses = {-1: 4.0312, 0: 4.0309, 1: 4.031, 2: 4.028, 3: 4.024, 4: 4.019, 5: 4.01, 6: 4.001, 7: 4.013}
+    # ckpt-eltec by LoRA, beginnings of novels that it knows; the loss at power 1 is higher by noise.
+    losses = {
+        -1: 4.0312,
+        0: 4.0309,
+        1: 4.031,
+        2: 4.028,
+        3: 4.024,
+        4: 4.019,
+        5: 4.01,
+        6: 4.001,
+        7: 4.013,
+    }
     assert 5 < useful_power(losses.__getitem__, 4.0314) < 6.5
 
 
@@ -144,6 +157,27 @@ def test_the_text_that_judges_an_update_was_not_read_for_it_and_the_update_is_no
 
     monkeypatch.setattr(rate_search, "loss_share", lambda *_: torch.tensor(math.nan))
     assert search.judged_loss() == math.inf
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_a_branchs_rate_falls_whatever_the_runs_own_does_and_the_first_updates_is_whole(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    taken: list[float] = []
+
+    def counted(*args: Any, **how: Any) -> Any:
+        (batch, train) = args[3:5]
+        taken.append(learning_rate(batch.step, train) / train.lr)
+        return train_step(*args, **how)
+
+    monkeypatch.setattr(rate_search, "train_step", counted)
+    settings = (f"train.schedule={schedule}", "train.min_lr_ratio=0", "train.warmup_steps=2")
+    finished(make_config("run", "method={variant: full}", "train.lr=auto", *settings))
+    whole, *branches = taken
+    assert whole == 1.0
+    assert len(branches) % 4 == 0
+    for first in range(0, len(branches), 4):
+        assert branches[first : first + 4] == pytest.approx([1.0, 1.0, 0.75, 0.25])
 
 
 def found_by_both(

@@ -31,9 +31,10 @@ def initialise_expansion(
 
     If it does, u is a difference stream, u = P dx, where dx is what training changes in x. The rows
     of P are orthonormal directions in which the vocabulary head tells the text's tokens apart best.
-    The copies read x + P^T u, but for the gate's, which read x. What they write is P times what they compute, less what the originals
-    compute: 0 at the start. H' reads u as H reads P^T u. So from the first step on, the gradient is
-    that of full fine-tuning, within P and the copied parts, but for what passes a gate.
+    The copies read x + P^T u, but for the gate's, which read x. What they write is P times what they
+    compute, less what the originals compute: 0 at the start. H' reads u as H reads P^T u. So from the
+    first step on, the gradient is that of full fine-tuning, within P and the copied parts, but for
+    what passes a gate.
 
     If it does not, x says little, and u begins as codes: random rows of E', as large as x becomes.
     They tell every layer which token stands where, and E' learns fast.
@@ -42,7 +43,7 @@ def initialise_expansion(
     |----------------|-----------------|---------------------|--------------------------------------|
     | E'             | token -> u      | 0                   | N(0, e^2), e = 1.4 rms(x) at the end |
     | W21 of q to up | x -> heads, MLP | W                   | W                                    |
-    | W22 of q k v up| u -> heads, MLP | W diag(g) P^T / g'  | 0                                    |
+    | W22 of q,k,v,up| u -> heads, MLP | W diag(g) P^T / g'  | 0                                    |
     | W21 of o, down | x -> u          | -P W                | 0                                    |
     | W22 of o, down | heads, MLP -> u | P W                 | 0                                    |
     | W12            | u -> x          | 0                   | 0                                    |

@@ -34,8 +34,8 @@ _MATRIX_RATES = {"muon": 1.5, "adamw": 0.3}
 class DifferenceStream(Start):
     """For text that the base knows.
 
-    Copies read x + P^T u (the gate's x alone), and write P times what they compute, less what the originals compute. H'
-    reads u as H reads P^T u.
+    Copies read x + P^T u, the gate's x alone. They write P times what they compute, less what the
+    originals compute. H' reads u as H reads P^T u.
     """
 
     name = "difference-stream"
