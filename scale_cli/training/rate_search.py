@@ -308,7 +308,8 @@ def useful_power(loss: Callable[[int], float], before: float) -> float:
 
 
 def lowest_power(loss: Callable[[int], float]) -> float:
-    """Return which of a few rates ends lowest, as a power of the factor between them, by few branches.
+    """Return the lowest of a few rates that ends lowest but for noise, as a power of the factor
+    between them, by few branches.
 
     Args:
         loss: of the judged text after a branch at a rate times the factor to this power.
@@ -322,7 +323,11 @@ def lowest_power(loss: Callable[[int], float]) -> float:
         losses[beside[0]] = loss(beside[0])
     lower, higher = (losses.get(best + way, math.inf) for way in (-1, 1))
     bend = lower - 2 * losses[best] + higher
-    return best + (lower - higher) / (2 * bend) if 0 < bend < math.inf else best
+    if not 0 < bend < math.inf:
+        return best
+    lowest = best + (lower - higher) / (2 * bend)
+    rises_by_noise = math.sqrt(_NOISE * losses[best] / (bend / 2))
+    return max(min(losses), lowest - rises_by_noise)
 
 
 def _lowest_point(gain: float, harm: float) -> float:

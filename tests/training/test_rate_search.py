@@ -100,7 +100,7 @@ def test_a_gain_of_less_than_a_thousandth_is_noise() -> None:
 
 
 @given(st.floats(-1.6, 1.6), st.floats(0.5, 20.0), st.floats(0.01, 1.0))
-def test_branches_go_downhill_to_the_lowest_of_a_parabola_and_are_few(
+def test_branches_go_downhill_to_where_a_parabola_is_lowest_but_for_noise_and_are_few(
     lowest: float, level: float, bend: float
 ) -> None:
     tried: list[int] = []
@@ -110,8 +110,22 @@ def test_branches_go_downhill_to_the_lowest_of_a_parabola_and_are_few(
         return level + bend * (power - lowest) ** 2
 
     found = lowest_power(loss)
-    assert found == pytest.approx(lowest, abs=0.01 if abs(lowest) < 1.4 else 0.6)
+    rises_by_noise = math.sqrt(0.001 * level / bend)
+    if abs(lowest) < 1.4:
+        expected = max(min(tried), lowest - rises_by_noise)
+        assert found == pytest.approx(expected, abs=0.01)
+    else:  # four branches may end on one side of it
+        assert lowest - rises_by_noise - 0.6 < found < lowest + 0.6
     assert len(tried) == len(set(tried)) <= MOST_BRANCHES
+
+
+def test_of_branches_that_noise_alone_tells_apart_a_low_rate_is_taken() -> None:
+    # ckpt-eltec by full fine-tuning, whole novels: 1e-4 is the best of a sweep, 4.4e-4 is worse than the base.
+    losses = {-2: 3.364, -1: 3.361, 0: 3.362}
+    assert 0.9e-4 < 4.4e-4 * 2.0 ** lowest_power(losses.__getitem__) < 1.4e-4
+    # and the same, beginnings of novels: 8.5e-4 is the best
+    losses = {-1: 3.956, 0: 3.942, 1: 3.999}
+    assert 6e-4 < 1.1e-3 * 2.0 ** lowest_power(losses.__getitem__) < 9e-4
 
 
 def test_branches_that_are_not_finite_are_left_downwards_and_the_lower_of_equal_rates_is_taken() -> (
