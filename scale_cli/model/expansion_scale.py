@@ -365,7 +365,7 @@ class ExpansionLayer(nn.Module):
                     linear_of(base_layer, name),
                     num_in,
                     num_out,
-                    reads_u=name not in sublayer.reading_base,
+                    reads_u=name not in sublayer.reading_x_alone,
                     writes=collaborates,
                 )
                 self.add_module(name, linear)

@@ -32,13 +32,13 @@ class Sublayer:
     reading: tuple[str, ...]  # these read the stream
     writing: str  # this one writes into it
     # Those of `reading` that read x, and never u.
-    reading_base: tuple[str, ...] = ()
+    reading_x_alone: tuple[str, ...] = ()
 
 
 ATTENTION = Sublayer("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj")
 # If gate and up both read u, an MLP is of second order in u. Norms divide u by rms(x), not by its
 # own, so a u that is once large would be squared in every layer (docs/results/real-base.md).
-MLP = Sublayer("mlp", ("gate_proj", "up_proj"), "down_proj", reading_base=("gate_proj",))
+MLP = Sublayer("mlp", ("gate_proj", "up_proj"), "down_proj", reading_x_alone=("gate_proj",))
 SUBLAYERS = (ATTENTION, MLP)
 # The linear maps of a layer that are widened, in order, and the module that holds each.
 OWNERS = {

@@ -124,7 +124,7 @@ def _start_layer(config: Any, directions: Tensor, base_layer: Any, layer: Any) -
         if before is not None:
             _fill_gains(getattr(layer, before), sizes)
         for name in sublayer.reading:
-            if name in sublayer.reading_base:
+            if name in sublayer.reading_x_alone:
                 continue
             rows = numbers(base_layer, name)[places.of(name)]
             getattr(layer, name).weight_22[:, :count].copy_((rows * gains) @ directions.T / sizes)
