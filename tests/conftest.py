@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from scale_cli.cli import main
@@ -76,6 +77,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     file_of = scheduling._split_scope
     scheduling._split_scope = lambda test: "forks" if file_of(test) in FORKS else file_of(test)
     return scheduling
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    # Before its fixtures: a model that a test or a fixture makes has the same weights in every run.
+    torch.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:

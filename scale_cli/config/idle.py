@@ -14,6 +14,9 @@ def idle_settings(config: RunConfig) -> list[str]:
         lines.append(
             f"train.decay_steps: has no effect with train.schedule {train.schedule}, only with wsd"
         )
+    usual = type(train).model_fields["min_lr_ratio"].default
+    if train.min_lr_ratio != usual and train.schedule == "constant":
+        lines.append("train.min_lr_ratio: has no effect with train.schedule constant")
     if train.warmup_steps > train.max_steps:
         reached = 100 * train.max_steps / train.warmup_steps
         lines.append(

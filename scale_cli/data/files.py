@@ -153,6 +153,8 @@ def _misfit(source: TextSource, file: SourceFile) -> str:
         return f"messages_field: conversations are read only from {', '.join(holding)} and datasets"
     if source.documents != "paragraph" and not form.is_text:
         return f"documents: {source.documents} is for .txt; here every record is a document"
+    if source.text_field != TextSource.model_fields["text_field"].default and form.is_text:
+        return f"text_field: {source.text_field} names a column or key, and this file is all text"
     return ""
 
 

@@ -91,6 +91,12 @@ SENTENCES = "".join(f"w{number % 60} w{30 + number % 7}\n" for number in range(1
         ),
         ([WHOLE], {"schedule": "cosine", "decay_steps": 1}, "train.decay_steps: has no effect"),
         ([WHOLE], {"schedule": "wsd", "decay_steps": 1}, ""),
+        ([WHOLE], {"schedule": "constant"}, ""),
+        (
+            [WHOLE],
+            {"schedule": "constant", "min_lr_ratio": 0.5},
+            "train.min_lr_ratio: has no effect",
+        ),
         ([WHOLE], {"warmup_steps": 40}, "train.warmup_steps 40: more than train.max_steps 4"),
         (SENTENCES, {}, "corpus c0: 1 document of "),
         (SENTENCES, {"documents": "line"}, ""),

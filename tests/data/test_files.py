@@ -185,6 +185,7 @@ TREE = (
         ("x.pdf", {}, "{}: not a corpus format (known: .txt"),
         *((name, {"documents": "line"}, "{}: documents: line is") for name in TREE[4:6]),
         *((name, {"messages_field": "m"}, "{}: messages_field") for name in TREE[4:6]),
+        ("more/in/a.txt", {"text_field": "body"}, "{}: text_field: body names a column"),
         ("more", {}, "source: {0} is a folder, not a file; give a pattern, such as {0}/**/*.txt"),
     ],
 )
@@ -195,7 +196,7 @@ def test_what_is_no_corpus_is_named_before_anything_is_read(
     for name in TREE:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"text")
-    path = pattern if "/" in pattern else f"{tmp_path}/{pattern}"
+    path = pattern if pattern.startswith((BUCKET, "/")) else f"{tmp_path}/{pattern}"
     with pytest.raises(CorpusError) as caught:
         check_source(source_of(path, **options))
     assert str(caught.value).startswith(told.format(path)) and "\n" not in str(caught.value)

@@ -48,6 +48,7 @@ def adapter(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         made = folder / name.replace(" ", "-")
         if not made.is_dir():
             asked = {"r": 4, "target_modules": TARGETS, **ADAPTERS[name]}
+            torch.manual_seed(0)
             model = get_peft_model(plain(stories), LoraConfig(task_type="CAUSAL_LM", **asked))
             disturb(model)
             model.save_pretrained(str(made))
