@@ -209,11 +209,11 @@ def with_replay(config: RunConfig, folder: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("variant", "formats"),
+    ("variant", "formats", "lr"),
     [
-        ("route", "[plain, transformers, adapter]"),
-        ("full", "plain"),
-        ("preserve, vocabulary: {new_tokens: 8, min_count: 2}", "plain"),
+        ("route", "[plain, transformers, adapter]", 0.003),
+        ("full", "plain", "auto"),
+        ("preserve, vocabulary: {new_tokens: 8, min_count: 2}", "plain", 0.003),
     ],
 )
 def test_every_verb_of_a_run_computes_on_the_device(
@@ -222,10 +222,11 @@ def test_every_verb_of_a_run_computes_on_the_device(
     tmp_path: Path,
     variant: str,
     formats: str,
+    lr: float | str,
 ) -> None:
     if variant != "route":
         config = with_replay(config, tmp_path)
-    keys = (f"method={{variant: {variant}}}", f"export.format={formats}")
+    keys = (f"method={{variant: {variant}}}", f"export.format={formats}", f"train.lr={lr}")
     config = shortened(config, tmp_path / "run", *keys)
     verbs: list[Callable[[], Any]] = [
         lambda: run_pipeline(config),

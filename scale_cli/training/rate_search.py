@@ -141,7 +141,7 @@ def _windows(step: StepBatches) -> set[bytes]:
 
 
 class _Start:
-    """The weights of what trains, before any update."""
+    """The weights of what trains, before any update; in main memory, so a device needs no more than for a step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = trainable_parameters(model)
@@ -150,7 +150,7 @@ class _Start:
     def updates(self) -> dict[str, Tensor]:
         """Return how far the weights have moved."""
         return {
-            name: local_part(parameter.detach()) - self.weights[name]
+            name: local_part(parameter.detach()) - self.weights[name].to(parameter.device)
             for name, parameter in self.parameters.items()
         }
 
@@ -350,4 +350,5 @@ def _kept(parameter: nn.Parameter) -> Tensor:
     """Return a copy, in bfloat16 where that holds it exactly, as it does most bases' weights."""
     here = local_part(parameter.detach())
     half = here.to(torch.bfloat16)
-    return half if torch.equal(half.to(here.dtype), here) else here.clone()
+    kept = half if torch.equal(half.to(here.dtype), here) else here
+    return kept.to("cpu", copy=True)
