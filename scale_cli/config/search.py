@@ -17,9 +17,10 @@ _READING = 0.5
 _NUM_RATES = 10
 MOST_BRANCHES = 4
 _UPDATES_OF_A_BRANCH = 4
-# By the updates of a branch, the fewest sequences of each. A gradient of fewer is mostly noise where a
-# base knows the text, and branches of smaller batches than the run's find lower rates (docs/results/rates.md).
-_LEAST_SEQUENCES = {_UPDATES_OF_A_BRANCH: 8, 0: 4}
+# By the updates of a branch, the fewest sequences of each. A gradient of fewer than four is mostly noise where
+# a base knows the text, and branches of smaller batches than the run's find lower rates (docs/results/rates.md).
+_FEWEST = 4
+_LEAST_SEQUENCES = {_UPDATES_OF_A_BRANCH: 8, 0: _FEWEST}
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class SearchSize:
 def search_size(
     train: TrainConfig, *, sequence_length: int, num_parameters: int, num_processes: int = 1
 ) -> SearchSize:
-    """Return what the search of a run reads; branches only where eight sequences an update are affordable.
+    """Return what the search of a run reads; branches only where eight sequences an update, or the run's own batch,
+    are affordable.
 
     Args:
         train: of the run.
@@ -50,11 +52,12 @@ def search_size(
     """
     of_run = _SHARE * train.max_steps * train.global_batch_size
     of_small = _SMALL_FLOPS / (_FLOPS_PER_PARAMETER * num_parameters * sequence_length)
+    batch = max(_FEWEST, train.global_batch_size)
     for num_updates, fewest in _LEAST_SEQUENCES.items():
-        least = math.ceil(min(train.global_batch_size, fewest) / num_processes)
+        least = math.ceil(min(batch, fewest) / num_processes)
         of_one = SearchSize(num_processes, num_updates).work
         in_each = int(max(of_run, of_small) / of_one)
         if in_each >= least:
             break
-    most = math.ceil(train.global_batch_size / num_processes)
+    most = math.ceil(batch / num_processes)
     return SearchSize(num_processes * min(most, max(least, in_each)), num_updates)

@@ -92,8 +92,7 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
             )
         attending(model).set_attn_implementation(train.attention)
     if train.compile:
-        decoder = model.expansion if isinstance(model, ScaleForCausalLM) else plain_of(model).model
-        layers: list[Any] = list(decoder.layers)
+        layers = _decoder_layers(model)
         own_forward = type(layers[0]).forward
         fast = compiled(own_forward)
         for layer in layers:
@@ -108,6 +107,25 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     if type(head) is not nn.Linear or head.bias is not None:
         return model
     return ChunkedLossModel(plain)
+
+
+@contextmanager
+def running_plain_layers(model: MethodModel) -> Iterator[None]:
+    """Run no compiled layer within the body, in training mode either: its batches have another shape than the run's."""
+    layers = _decoder_layers(model)
+    forwards = [layer.forward for layer in layers]
+    for layer in layers:
+        layer.forward = partial(type(layer).forward, layer)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            layer.forward = forward
+
+
+def _decoder_layers(model: MethodModel) -> list[Any]:
+    decoder = model.expansion if isinstance(model, ScaleForCausalLM) else plain_of(model).model
+    return list(decoder.layers)
 
 
 def _run_layer(

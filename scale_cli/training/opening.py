@@ -25,6 +25,7 @@ from scale_cli.data.corpora import (
 )
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import (
+    ConfigError,
     CorpusError,
     OutOfMemory,
     RunFolderError,
@@ -173,7 +174,11 @@ def open_training(
         branch_point = None if initialised_from is None else branch_point_at(initialised_from)
         position = Position(TrainState(windows=WINDOWS), branch_point)
     state = position.state
-    if config.train.lr == "auto" and state.lr is None:
+    if config.train.lr != "auto":
+        state = replace(
+            state, lr=None
+        )  # that one may have been accepted in place of what was found
+    elif state.lr is None:
         log("finding        the learning rate (train.lr: auto)")
         found = find_rate(training, texts.corpora)
         log(f"rate           {found}")
@@ -221,9 +226,15 @@ def _prepare(model: MethodModel, config: RunConfig, accelerator: Accelerator) ->
 
 
 def _check_goes_on(resumed_from: MethodFolder, texts: Texts) -> None:
-    """Refuse a checkpoint of other text, or of the same text in other windows."""
+    """Refuse a checkpoint of other text, of the same text in other windows, or whose rate is not to be found now."""
     check_same_text(resumed_from.path, texts.corpora)
-    if TrainState.load(resumed_from.path).windows != WINDOWS:
+    state = TrainState.load(resumed_from.path)
+    if resumed_from.run.config.train.lr == "auto" and state.lr is None:
+        raise ConfigError(
+            f"train.lr: auto finds a rate before the first step, and {resumed_from.path} has trained by one that the "
+            "config named; set train.lr to a number"
+        )
+    if state.windows != WINDOWS:
         raise RunFolderError(
             f"{resumed_from.path}: was trained by another version, which cut text into other windows; go on with "
             "that version, or start anew in another output_dir"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,13 +24,20 @@ from torch.amp import GradScaler
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.search import MOST_BRANCHES, search_size
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import StepBatches
+from scale_cli.data.batches import IGNORED, Batches, StepBatches
 from scale_cli.data.corpora import build_batches
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import NonFiniteError
-from scale_cli.methods.recipes import Training, local_part, trainable_parameters
-from scale_cli.processes import autocast
+from scale_cli.methods.recipes import (
+    Hook,
+    Training,
+    local_part,
+    make_hooks,
+    trainable_parameters,
+)
+from scale_cli.processes import autocast, shorter_timeout
 from scale_cli.terminal import progress_bar
+from scale_cli.training.objective import running_plain_layers
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gathered_roots
 from scale_cli.training.step import loss_share, train_step
@@ -57,10 +65,11 @@ class FoundRate:
     losses: dict[float, float]
     num_updates: int = 1
     is_highest: bool = False  # of the method; the losses alone would tell a higher one
+    why_own: str = ""  # why it is the method's own rate; empty: it was found
 
     def __str__(self) -> str:
-        if not self.losses:
-            return f"{self.lr:g}, the method's own"
+        if self.why_own:
+            return f"{self.lr:g}, the method's own: {self.why_own}"
         tried = ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in sorted(self.losses.items()))
         highest = ", the highest that the method takes" if self.is_highest else ""
         updates = "one update" if self.num_updates == 1 else f"{self.num_updates} updates"
@@ -85,7 +94,7 @@ def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRa
     first = method.usual_lr
     train = config.train
     if not method.first_update_tells(training.model):
-        return FoundRate(first, {})
+        return FoundRate(first, {}, why_own="its start has rates that go with it")
 
     accelerator = training.accelerator
     size = search_size(
@@ -103,41 +112,75 @@ def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRa
     }
     sized = config.model_copy(update={"train": train.model_copy(update=sizes)})
     batches = build_batches(sized, corpora, accelerator.num_processes)
-    judging = 1
-    judged = _windows(batches.of_step(judging))
-    read = [  # others, of which very little text has none
-        step
-        for step in range(sized.train.max_steps)
-        if step != judging and not judged & _windows(batches.of_step(step))
-    ]
-    if not read:
-        return FoundRate(first, {})
+    parts = read_and_judged(batches, accelerator.process_index, accelerator.num_processes)
+    if parts is None:
+        return FoundRate(first, {}, why_own="there is too little text to judge others by")
 
-    def part(step: int) -> StepBatches:
-        return batches.of_step(step, accelerator.process_index, accelerator.num_processes)
-
-    # Only the shape of the run's own batches is compiled.
-    training.wrapped.train(not train.compile)
-    with progress_bar(
-        desc="finding the rate",
-        unit=" rates",
-        leave=False,
-        disable=not accelerator.is_main_process,
-    ) as bar:
+    read, judged = parts
+    training.wrapped.train()
+    with (
+        running_plain_layers(training.model) if train.compile else nullcontext(),
+        shorter_timeout(),
+        progress_bar(
+            desc="finding the rate",
+            unit=" rates",
+            leave=False,
+            disable=not accelerator.is_main_process,
+        ) as bar,
+    ):
         search = RateSearch(
             accelerator=accelerator,
             model=training.model,
             wrapped=training.wrapped,
             train=sized.train,
-            read=[replace(part(step), step=place) for place, step in enumerate(read)],
-            judged=part(judging),
+            read=read,
+            judged=judged,
+            hooks=make_hooks(training),
             on_judged=bar.update,
         )
         return search.from_rate(first, highest=method.highest_lr(config.method.settings))
 
 
-def _windows(step: StepBatches) -> set[bytes]:
-    return {ids.numpy().tobytes() for batch in step.micro_batches for ids in batch.input_ids}
+def read_and_judged(
+    batches: Batches, rank: int, num_processes: int
+) -> tuple[list[StepBatches], StepBatches] | None:
+    """Return a process's parts of the steps that give updates and of one that judges them, without targets in
+    windows that those read; None if hardly any text is left to judge by.
+    """
+    learned = [step for step in range(batches.num_steps) if any(batches.of_step(step).num_targets)]
+    if len(learned) < 2:
+        return None
+    judging = learned.pop(1)
+    whole = batches.of_step(judging)
+    for steps in (learned, learned[:1]):  # branches read all of very little text
+        seen = {window for step in steps for window in _windows(batches.of_step(step))}
+        unseen = _without(seen, whole)
+        if 4 * sum(unseen.num_targets) < sum(whole.num_targets):
+            continue
+        parts = [batches.of_step(step, rank, num_processes) for step in steps]
+        judged = _without(seen, batches.of_step(judging, rank, num_processes))
+        return (
+            [replace(part, step=place) for place, part in enumerate(parts)],
+            replace(judged, num_targets=unseen.num_targets),
+        )
+    return None
+
+
+def _windows(step: StepBatches) -> list[bytes]:
+    return [ids.numpy().tobytes() for batch in step.micro_batches for ids in batch.input_ids]
+
+
+def _without(seen: set[bytes], step: StepBatches) -> StepBatches:
+    """Return batches of the same shape without targets in windows that were seen."""
+    windows = iter(_windows(step))
+    num_targets = torch.zeros(len(step.num_targets), dtype=torch.long)
+    micro_batches = []
+    for batch in step.micro_batches:
+        is_seen_B = torch.tensor([next(windows) in seen for _ in batch.input_ids])
+        targets = batch.targets.masked_fill(is_seen_B.unsqueeze(1), IGNORED)
+        num_targets.index_add_(0, batch.sources, (targets != IGNORED).sum(dim=1))
+        micro_batches.append(replace(batch, targets=targets))
+    return StepBatches(step.step, micro_batches, tuple(num_targets.tolist()))
 
 
 class _Start:
@@ -177,6 +220,7 @@ class RateSearch:
     train: TrainConfig
     read: Sequence[StepBatches]  # this process's part of what gives the gradients; one: no branches
     judged: StepBatches  # of what judges
+    hooks: Sequence[Hook] = ()  # that run around a run's updates
     on_judged: Callable[[], object] = lambda: None  # after each rate that was tried
 
     def from_rate(self, first: float, highest: float = math.inf) -> FoundRate:
@@ -214,7 +258,7 @@ class RateSearch:
         try:
             self._update(self.read[:1], {"lr": first, "schedule": "constant", "warmup_steps": 0})
         except NonFiniteError:
-            return FoundRate(first, losses)
+            return FoundRate(first, losses, why_own="the first gradient is not finite")
         updates = start.updates()
 
         def loss_at(power: int) -> float:
@@ -250,7 +294,7 @@ class RateSearch:
         """Take an update by each batch, with settings of `train`.
 
         Raises:
-            NonFiniteError: a gradient is not finite.
+            NonFiniteError: a gradient is not finite, and the run would stop there.
         """
         train = self.train.model_copy(update=settings)
         optimiser = build_optimiser(self.model, train)
@@ -258,11 +302,19 @@ class RateSearch:
         scaler = GradScaler(self.accelerator.device.type, enabled=is_scaled)
         for batch in read:
             update = partial(
-                train_step, self.accelerator, self.wrapped, optimiser, batch, train, scaler=scaler
+                train_step,
+                self.accelerator,
+                self.wrapped,
+                optimiser,
+                batch,
+                train,
+                hooks=self.hooks,
+                scaler=scaler,
             )
             while (taken := update()).overflowed:
                 pass  # the next one has a lower loss scale
-            taken.result()
+            if train.on_nonfinite == "stop":
+                taken.result()
         # What is left of it would be held beside the weights that are kept.
         optimiser.state.clear()
 
@@ -287,7 +339,7 @@ def useful_power(loss: Callable[[int], float], before: float) -> float:
     while best > -_MOST_STEPS_AWAY and loss(best - 1) < loss(best):
         best -= 1
     gain = before - loss(best)
-    if gain < _NOISE * before:
+    if gain <= _NOISE * before:
         # Of a parabola that hardly falls, where it has risen tells more than where it falls.
         harmless = _lower_while(0, lambda power: loss(power) > (1 + _NOISE) * before)
         if harmless == 0:

@@ -1,5 +1,7 @@
 """How much `train.lr: auto` reads."""
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,13 +27,14 @@ def test_the_search_takes_at_most_a_twentieth_of_the_work_or_a_line_search_of_fo
         num_parameters=BIG,
         num_processes=num_processes,
     )
-    line, branches = (max(num_processes, min(fewest, batch)) for fewest in (4, 8))
+    most = max(num_processes * math.ceil(4 / num_processes), batch)
+    line, branches = (max(num_processes, min(fewest, most)) for fewest in (4, 8))
     affordable = 0.05 * max_steps * batch
     assert size.num_sequences % num_processes == 0
-    assert (branches if size.num_updates else line) <= size.num_sequences <= batch
+    assert (branches if size.num_updates else line) <= size.num_sequences <= most
     assert size.work <= affordable or size == SearchSize(line, 0)
     larger = SearchSize(size.num_sequences + num_processes, size.num_updates)
-    assert size.num_sequences == batch or larger.work > affordable
+    assert size.num_sequences == most or larger.work > affordable
     # Branches come before more sequences.
     assert size.num_updates or SearchSize(branches, 4).work > affordable
 

@@ -3,10 +3,12 @@
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,11 +17,19 @@ from hypothesis import strategies as st
 from scale_cli.config.schedule import learning_rate
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.search import MOST_BRANCHES
+from scale_cli.data.batches import IGNORED, Batches, MicroBatch, PackedWindows
 from scale_cli.errors import ConfigError
 from scale_cli.methods.lora import Lora, LoraConfig
+from scale_cli.methods.recipes import Hook, Update
 from scale_cli.storage.atomic import read_json
-from scale_cli.training import rate_search
-from scale_cli.training.rate_search import FoundRate, RateSearch, lowest_power, useful_power
+from scale_cli.training import objective, rate_search, step
+from scale_cli.training.rate_search import (
+    FoundRate,
+    RateSearch,
+    lowest_power,
+    read_and_judged,
+    useful_power,
+)
 from scale_cli.training.step import train_step
 from tests.command_line import refused
 from tests.training.conftest import MakeConfig, are_equal, finished, go_on, trained
@@ -66,6 +76,7 @@ def test_where_no_rate_helps_it_is_half_of_the_highest_that_does_no_harm() -> No
     assert useful_power(lambda power: losses.get(power, before), before) == -3
     assert useful_power(lambda power: 5.0 + 2.0**power, 5.0) == -9
     assert useful_power(lambda _: math.inf, math.inf) == 0
+    assert useful_power(lambda _: 0.0, 0.0) == 0
 
 
 def test_where_the_gain_is_noise_the_harm_of_higher_rates_tells_how_far_to_go() -> None:
@@ -143,7 +154,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[RateSearch]:
     made: list[RateSearch] = []
     found = RateSearch.from_rate
 
-    def remembered(search: RateSearch, first: float, highest: float) -> FoundRate:
+    def remembered(search: RateSearch, first: float, highest: float = math.inf) -> FoundRate:
         made.append(search)
         return found(search, first, highest)
 
@@ -281,7 +292,8 @@ def test_text_of_one_window_cannot_judge_what_was_read_of_it(make_config: MakeCo
     config = make_config("one", "method={variant: full}", "train.max_steps=2", *asked)
     corpus = config.corpus.model_copy(update={"sources": config.corpus.sources[:1]})
     finished(config.model_copy(update={"corpus": corpus}), said)
-    assert "rate           0.0001, the method's own" in said
+    own = "rate           0.0001, the method's own: there is too little text to judge others by"
+    assert own in said
 
 
 def test_codes_take_the_rate_that_their_multiples_were_made_for(
@@ -290,7 +302,127 @@ def test_codes_take_the_rate_that_their_multiples_were_made_for(
     said: list[str] = []
     run = finished(make_config("wide", "train.max_steps=15", "train.lr=auto"), said)
     assert read_json(run.final / "position.json")["lr"] == 1e-3
-    assert "rate           0.001, the method's own" in said
+    assert "rate           0.001, the method's own: its start has rates that go with it" in said
+
+
+def windows_of(number: int, unlearned: Collection[int] = ()) -> PackedWindows:
+    """Return as many windows, all of whose tokens are targets but in those that are not learned."""
+    length = 12
+    ids = np.random.default_rng(number).integers(1, 1_000, number * length + 1).astype(np.uint32)
+    learned = ~np.isin((np.arange(len(ids)) - 1) // length, list(unlearned))
+    return PackedWindows(ids, length, learned)
+
+
+def batches_of(*sources: PackedWindows) -> Batches:
+    """Return five steps' batches of sources that are drawn from alike."""
+    weights = [1.0] * len(sources)
+    return Batches(sources, weights, num_steps=5, seed=0, global_batch_size=8, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_windows_that_were_read_do_not_judge_and_every_process_still_computes_them(
+    num_processes: int,
+) -> None:
+    batches = batches_of(windows_of(100), windows_of(1))
+    parts = [read_and_judged(batches, rank, num_processes) for rank in range(num_processes)]
+    num_judged = 0
+    for part in parts:
+        assert part is not None
+        read, judged = part
+        assert [step.step for step in read] == [0, 1, 2, 3]
+        assert sum(len(batch.input_ids) for batch in judged.micro_batches) == 8 // num_processes
+        for batch in judged.micro_batches:
+            assert (batch.targets[batch.sources == 1] == IGNORED).all()
+            assert (batch.targets[batch.sources == 0] != IGNORED).all()
+            num_judged += int((batch.targets != IGNORED).sum())
+    assert num_judged
+    assert {part[1].num_targets for part in parts if part} == {(num_judged, 0)}
+
+
+def test_of_text_that_branches_would_read_whole_only_the_first_update_reads() -> None:
+    parts = read_and_judged(batches_of(windows_of(16)), 0, 1)
+    assert parts is not None
+    assert len(parts[0]) == 1
+    assert read_and_judged(batches_of(windows_of(2)), 0, 1) is None
+
+
+def test_batches_without_targets_neither_give_updates_nor_judge() -> None:
+    at_first = [batches_of(windows_of(60)).windows_of(step) for step in range(2)]
+    unlearned = [window for step in at_first for _, window in step]
+    parts = read_and_judged(batches_of(windows_of(60, unlearned)), 0, 1)
+    assert parts is not None
+    read, judged = parts
+    assert len(read) == 2
+    assert all(any(step.num_targets) for step in (*read, judged))
+    assert read_and_judged(batches_of(windows_of(60, range(60))), 0, 1) is None
+
+
+def test_a_step_that_a_run_would_skip_does_not_end_its_branches(
+    make_config: MakeConfig, searches: list[RateSearch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("run", "method={variant: full}", "train.lr=auto", "train.max_steps=2")
+    finished(config)
+    search = searches[0]
+    expected = search.from_rate(1e-4).lr
+    broken = search.read[2].micro_batches[0].input_ids
+    share = step.loss_share
+
+    def loss_share(model: Any, batch: MicroBatch, *of_step: Any) -> torch.Tensor:
+        loss = share(model, batch, *of_step)
+        return loss * math.nan if torch.equal(batch.input_ids, broken) else loss
+
+    monkeypatch.setattr(step, "loss_share", loss_share)
+    skipping = search.train.model_copy(update={"on_nonfinite": "skip"})
+    assert all(math.isinf(loss) for rate, loss in search.from_rate(1e-4).losses.items() if rate)
+    found = replace(search, train=skipping).from_rate(1e-4)
+    assert all(map(math.isfinite, found.losses.values()))
+    assert found.lr == pytest.approx(expected, rel=0.5)
+
+
+def test_the_update_that_is_judged_is_the_one_that_a_runs_hooks_make(
+    make_config: MakeConfig, searches: list[RateSearch]
+) -> None:
+    class NoGradient(Hook):
+        def before(self, update: Update) -> None:
+            for parameter in update.parameters:
+                parameter.grad = None
+
+    finished(make_config("run", "method={variant: full}", "train.lr=auto", "train.max_steps=1"))
+    still = replace(searches[0], hooks=[NoGradient()]).from_rate(1e-4)
+    assert len(set(still.losses.values())) == 1
+
+
+@pytest.mark.parametrize("variant", ["full", "route"])
+def test_a_run_that_compiles_finds_the_rate_of_one_that_does_not(
+    make_config: MakeConfig, shared_data: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    monkeypatch.setattr(objective, "compiled", lambda forward: forward)
+    known = shared_data / "en-tinystories" / "tinystories_val.txt"
+    source = f"{{name: known, path: {known}, language: en, max_documents: 60}}"
+    lines = []
+    for compiles in ("false", "true"):
+        said: list[str] = []
+        asked = (f"method={{variant: {variant}}}", "train.lr=auto", f"train.compile={compiles}")
+        text = (f"corpus.sources=[{source}]", "train.max_steps=1")
+        finished(make_config(compiles, *asked, *text), said)
+        lines.append(next(line for line in said if line.startswith("rate")))
+    assert lines[0] == lines[1]
+
+
+def test_a_rate_that_is_accepted_on_the_way_is_the_one_that_is_recorded(
+    make_config: MakeConfig,
+) -> None:
+    keys = ("method={variant: full}", "train.max_steps=9")
+    run = finished(make_config("run", *keys, "train.lr=auto"))
+    shutil.rmtree(run.final)
+    shutil.rmtree(sorted(run.checkpoints.iterdir())[-1])
+    numbered = make_config("run", *keys, "train.lr=1e-5")
+    go_on(numbered, "train.lr")
+    assert read_json(run.final / "position.json")["lr"] is None
+
+    shutil.rmtree(run.final)
+    with refused(ConfigError, "train.lr: auto finds a rate before the first step"):
+        go_on(make_config("run", *keys, "train.lr=auto"), "train.lr")
 
 
 def test_words_other_than_auto_are_refused_by_key(make_config: MakeConfig) -> None:
