@@ -63,7 +63,10 @@ TrustTasks = Annotated[
 ]
 AnsweringHead = Annotated[
     Literal["base", "trained", "routed"] | None,
-    Option("--head", help="What answers. By default, base and trained model, mixed by the router."),
+    Option(
+        "--head",
+        help="What answers. By default, base and trained model, mixed by the router; without one, the trained model.",
+    ),
 ]
 LearnedLanguage = Annotated[
     str | None, Option(metavar="CODE", help="Language of that text: ko, de, ...")
@@ -150,7 +153,11 @@ def init(
     language: LearnedLanguage = None,
     retention: Annotated[
         str | None,
-        Option(metavar="TEXT", help="Text that the base already knows, given like --corpus."),
+        Option(
+            metavar="TEXT",
+            help="Text that the base knows, given like --corpus: its beginning measures what is kept, the rest is "
+            "replay.",
+        ),
     ] = None,
     retention_language: RetentionLanguage = "en",
     text_field: Annotated[
@@ -335,7 +342,7 @@ def export(
 ) -> None:
     """Write the trained model as a folder that other tools load.
 
-    Formats, by export.format: plain (no custom code), transformers (an expansion with its router),
+    Formats, by export.format: plain (needs no custom code), transformers (an expansion with its router),
     adapter (only what was trained; for LoRA PEFT's folder).
     """
     asked = [] if dtype is None else [f"export.dtype={dtype}"]

@@ -91,7 +91,8 @@ class _AnyMethod(WideningConfig):
         description="of given: folder or hub id of an adapter (PEFT) or a fine-tuned model of model.base",
     )
     kind: Literal["adapter", "copy"] | None = Field(
-        default=None, description="of given: what that is; null: whatever lies there"
+        default=None,
+        description="of given: PEFT's adapter, or a copy of the base that was fine-tuned; null: whatever lies there",
     )
 
     @property
