@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 # Keys that name something to read: a path, or often a hub id.
-_READ = {"base", "tokenizer", "path", "folder", "init_from", "model"}
+_READ = {"base", "tokenizer", "path", "folder", "init_from", "model", "dataset"}
 
 
 def with_absolute_paths(tree: Any, beside: Path) -> Any:

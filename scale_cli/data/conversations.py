@@ -9,7 +9,9 @@ special tokens, and what the template writes around turns (`unspecial_marks`).
 
 from __future__ import annotations
 
+import json
 import re
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from scale_cli.chat_turns import unspecial_marks
@@ -26,9 +28,18 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 
+# Templates that write today's date write this one into text that trains or is measured, so that it is the
+# same tomorrow. It is the day that Llama 3.2's template has where it knows none.
+DAY = date(2024, 7, 26)
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
 
 def write_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, asks: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    *,
+    asks: bool = False,
+    template: str | None = None,
 ) -> str:
     """Return a conversation as the chat template writes it, with GUARD in marks that messages
     contain.
@@ -37,12 +48,29 @@ def write_conversation(
         tokenizer: has the template.
         messages: turns, each with `role` and `content`.
         asks: whether the beginning of the assistant's next turn follows.
+        template: in place of the tokenizer's own.
 
     Raises:
         Exception: a template is a program, which may fail in any way.
     """
     guarded = _guard(messages, _marks(tokenizer))
-    return str(tokenizer.apply_chat_template(guarded, tokenize=False, add_generation_prompt=asks))
+    return str(
+        tokenizer.apply_chat_template(
+            guarded, chat_template=template, tokenize=False, add_generation_prompt=asks
+        )
+    )
+
+
+def writes_today(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes the date of the day on which it is asked."""
+    return "strftime_now(" in str(tokenizer.chat_template)
+
+
+@once_a_tokenizer
+def template_of_a_day(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the chat template with DAY in place of today."""
+    template = str(tokenizer.get_chat_template())
+    return _TODAY.sub(lambda found: json.dumps(DAY.strftime(found[2])), template)
 
 
 @once_a_tokenizer

@@ -13,13 +13,14 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import IO, TYPE_CHECKING
 
 import pyarrow as pa
 
 from scale_cli.config.sources import TextSource
-from scale_cli.data.conversations import Messages, write_conversation
+from scale_cli.data.conversations import Messages, template_of_a_day, write_conversation
 from scale_cli.data.encoding import GUARD, Document, Spans
 from scale_cli.data.files import (
     SourceFile,
@@ -159,15 +160,23 @@ def _conversation(document: Document, tokenizer: PreTrainedTokenizerBase, limit:
     messages: Messages = json.loads(document.text)
     learned = []
     try:
-        whole = write_conversation(tokenizer, messages)
+        write = partial(write_conversation, tokenizer, template=template_of_a_day(tokenizer))
+        whole = write(messages)
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = write_conversation(tokenizer, messages[:number], asks=True)
-            after = write_conversation(tokenizer, messages[: number + 1])
+            after = write(messages[: number + 1])
+            before = write(messages[:number], asks=True) if number else _opening(after, write)
             if not (after.startswith(before) and whole.startswith(after)):
                 return Rejected(Reason.REWRITTEN, document.place, document.num_bytes)
             learned.append((len(before), len(after)))
     except Exception:  # a template is a program: it may fail in any way
         return Rejected(Reason.NOT_RENDERED, document.place, document.num_bytes)
     return judge(whole, document.place, document.num_bytes, limit, tuple(learned))
+
+
+def _opening(conversation: str, write: Callable[..., str]) -> str:
+    """Return what stands before the assistant's words where it speaks first; templates refuse to write that alone."""
+    asked = [{"role": "user", "content": "?"}]
+    to_answer = write(asked, asks=True).removeprefix(write(asked))
+    return conversation[: conversation.index(to_answer) + len(to_answer)]

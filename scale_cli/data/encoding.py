@@ -166,6 +166,8 @@ class Encoder:
         unspecial = unspecial_marks(tokenizer)
         for token in described["added_tokens"]:
             token["special"] |= token["content"] in unspecial
+        # It adds marks, which are not asked for, and may take spaces out of a token's place in the text.
+        described["post_processor"] = None
         self._tokenizer = marks_as_text(described)
         self._guarded = marks_as_text(described, guarded=True) if conversations else None
         self._gives_all_back = gives_all_back(tokenizer.backend_tokenizer)

@@ -402,4 +402,4 @@ def describe_content(source: TextSource, cache_dir: Path) -> list[object]:
     files = [SourceFile(str(file), 0) for file in sorted(place.rglob("*")) if file.is_file()]
     names = [str(Path(file.name).relative_to(place)) for file in files]
     contents = list(zip(names, content_hashes(files, cache_dir), strict=True))
-    return [source.dataset, source.subset, source.split, contents]
+    return [source.subset, source.split, contents]

@@ -36,6 +36,7 @@ _LONGEST_HEADER = 200
 _LIST_OF_RECORDS = re.compile(r"\[\s*\{")
 _BLANKS = re.compile(r"\s*")
 _NEXT_RECORD = re.compile(rb"\}\s*\{")  # of JSON Lines
+_JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)')
 _NO_SYNTAX_OF_CSV = re.compile(rb'[^",\r\n]+')
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 
@@ -175,14 +176,15 @@ def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
     file is JSON Lines, as on the hub.
     """
     start = stream.peek(_SKIPPED_AT_ONCE).removeprefix(_BYTE_ORDER_MARK).lstrip()
-    is_object = _holds_records(start) and not _NEXT_RECORD.search(start)
+    is_object = _holds_records(start) and not _NEXT_RECORD.search(_JSON_STRING.sub(b"", start))
     if not start.startswith(b"[") and not is_object:
         yield from _read_jsonl(stream, source, limit)
         return
     content = stream.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
+        instead = "if it is JSON Lines, name it .jsonl; else " if is_object else ""
         raise OSError(
-            f"a list of more than {_MAX_JSON_BYTES >> 20} MiB; write one record per line, as .jsonl"
+            f"a list of more than {_MAX_JSON_BYTES >> 20} MiB; {instead}write one record per line, as .jsonl"
         )
     try:
         records = json.loads(content.decode("utf-8-sig"))
@@ -261,7 +263,7 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
     csv.field_size_limit(sys.maxsize)  # _CsvLines bounds what is held
     lines = _CsvLines(stream, max(2 * limit, _SKIPPED_AT_ONCE))
     written = iter(lines)
-    rows = csv.reader(written)
+    rows = csv.reader(written, strict=True)
     header: list[str] = []
     number = 0
     while True:
@@ -270,7 +272,9 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
         found: Found | None = None
         try:
             row = next(rows, None)
-        except csv.Error:
+        except csv.Error as error:
+            if not header:
+                raise OSError(f"not CSV: {error}") from None
             row = header
             found = Reason.NOT_CSV
         if row is None:
@@ -284,7 +288,7 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
             if spaced and not source.text_field.startswith(" "):
                 (row,) = csv.reader([",".join(row)], skipinitialspace=True)
                 header = [name.strip() for name in row]
-                rows = csv.reader(written, skipinitialspace=True)
+                rows = csv.reader(written, skipinitialspace=True, strict=True)
             _check_column(header, source)
             continue
 

@@ -41,6 +41,7 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.chat_turns import unspecial_marks
 from scale_cli.config.sources import ReadingConfig, TextSource
+from scale_cli.data.conversations import DAY, writes_today
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import (
     Document,
@@ -228,6 +229,8 @@ class TokenCache:
             settings["skip_documents"] = source.skip_documents
         if source.messages_field:
             settings["messages_field"] = source.messages_field
+            if writes_today(self.tokenizer):
+                settings["day"] = str(DAY)
         if marks := unspecial_marks(self.tokenizer):  # once they were found in texts
             settings["marks"] = sorted(marks)
         return f"{source.name}-{json_sha256(settings)[:16]}"

@@ -25,6 +25,8 @@ def test_what_is_read_is_found_from_the_working_folder_or_beside_the_config(here
             "sources": [
                 {"name": "data", "path": "data/a.txt"},
                 {"path": ["texts/b.txt", "gone.txt"]},
+                {"dataset": "texts"},
+                {"dataset": "owner/texts"},
             ]
         },
         "train": {"init_from": None},
@@ -38,6 +40,8 @@ def test_what_is_read_is_found_from_the_working_folder_or_beside_the_config(here
             "sources": [
                 {"name": "data", "path": str(work / "data" / "a.txt")},
                 {"path": [str(here / "mine" / "texts" / "b.txt"), "gone.txt"]},
+                {"dataset": str(here / "mine" / "texts")},
+                {"dataset": "owner/texts"},
             ]
         },
         "train": {"init_from": None},

@@ -2,16 +2,19 @@
 
 import copy
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from scale_cli.data.conversations import Messages
+from scale_cli.data.conversations import Messages, write_conversation, writes_today
 from scale_cli.data.documents import CorpusReader
+from scale_cli.data.encoding import Document, Encoder
 from scale_cli.data.ledger import Rejected
 from tests.data.corpus_files import source_of, tokenised
 
@@ -131,6 +134,46 @@ def test_what_cannot_be_learned_of_is_dropped_for_a_reason(
     (record,) = CorpusReader(source, 10_000, with_template(tokenizer, template))
     assert isinstance(record, Rejected) and reason in record.reason.value
     assert record.place.endswith("x.jsonl:1")
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_conversation_that_the_assistant_begins_is_learned_from_its_first_words_on(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, turns: int
+) -> None:
+    messages = [{"role": "assistant", "content": "Hello there."}, *talk([("a", "b")])]
+    messages = messages[: 2 * turns - 1]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"talk": messages}) + "\n")
+    source = source_of(tmp_path / "x.jsonl", messages_field="talk")
+    (record,) = CorpusReader(source, 10_000, tokenizer)
+    assert isinstance(record, Document) and record.learned is not None
+    learned = [record.text[start:end] for start, end in record.learned]
+    assert learned == ["Hello there.<|im_end|>\n", "b<|im_end|>\n"][:turns]
+
+
+def test_a_template_that_writes_todays_date_writes_the_same_text_tomorrow(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dated = with_template(tokenizer, """{{ strftime_now("%d %B %Y") }}""" + PLAIN)
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": talk([("a", "b")])}) + "\n")
+    source = source_of(tmp_path / "x.jsonl", messages_field="messages")
+    (record,) = CorpusReader(source, 10_000, dated)
+    assert isinstance(record, Document) and record.text.startswith("26 July 2024<|im_start|>user")
+    # What is asked today is dated today.
+    asked = write_conversation(dated, talk([("a", "b")]))
+    assert asked.startswith(f"{datetime.now():%d %B %Y}")
+    assert writes_today(dated)
+    assert not writes_today(tokenizer)
+
+
+def test_spaces_of_an_answer_are_learned_whatever_offsets_a_tokenizer_gives_them(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    described = Tokenizer(models.BPE({"a": 0, "Ġ": 1, "ĠĠ": 2}, [("Ġ", "Ġ")]))
+    described.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    described.post_processor = processors.ByteLevel(trim_offsets=True)
+    trimming = PreTrainedTokenizerFast(tokenizer_object=described, chat_template=PLAIN)
+    (encoding,) = Encoder(trimming, conversations=True).encodings(["a  "])
+    assert encoding.offsets == [(0, 1), (1, 3)]
 
 
 def test_a_mark_that_somebody_spells_ends_no_turn_and_is_learned_as_text(

@@ -307,6 +307,21 @@ def test_a_table_may_have_a_space_after_each_comma(write: Write) -> None:
     assert isinstance(failed, Rejected) and "and has: 'id', 'text'; set" in failed.place
 
 
+def test_an_object_of_records_is_one_whatever_stands_in_its_strings(write: Write) -> None:
+    whole = {"note": 'a "b}', "data": [{"text": r"\frac{1}{2}"}, {"text": "} {"}]}
+    assert read(write("a.json", json.dumps(whole))) == [r"\frac{1}{2}", "} {"]
+
+
+def test_a_table_whose_lines_end_in_cr_alone_or_that_is_cut_in_quotes_is_not_taken_for_whole(
+    write: Write,
+) -> None:
+    (failed,) = records(write("a.csv", "text\rone\rtwo\r"))
+    assert isinstance(failed, Rejected) and "not CSV" in failed.place
+    file = write("b.csv", 'text\none\n"two\nthree\n')
+    assert kept(records(file)) == ["one"]
+    assert dropped(records(file)) == [(Reason.NOT_CSV, f"{file}: row 3")]
+
+
 def test_a_table_loses_its_bad_rows_alone(write: Write) -> None:
     large = '"' + 'a ""quoted"", line\n' * 200_000 + '"'
     rows = [
