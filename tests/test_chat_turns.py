@@ -41,6 +41,8 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
     [QUESTION, ANSWER, {"role": "user", "content": " And of Japan? "}],
     [QUESTION, ANSWER, QUESTION, ANSWER, {"role": "user", "content": "<b> & 네"}],
     [{"role": "system", "content": "Answer in Korean."}, QUESTION],
+    [{"role": "system", "content": "Asked 한국의 수도는 어디입니까? say Seoul."}, QUESTION],
+    [{"role": "user", "content": "user"}],
 ]
 
 

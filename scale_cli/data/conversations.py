@@ -14,7 +14,7 @@ import re
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from scale_cli.chat_turns import unspecial_marks
+from scale_cli.chat_turns import ChatTurns, unspecial_marks
 from scale_cli.data.encoding import (
     GUARD,
     break_pattern,
@@ -80,6 +80,9 @@ def _marks(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return re.compile(break_pattern(special | unspecial_marks(tokenizer)))
 
 
+_turns = once_a_tokenizer(ChatTurns.of)
+
+
 def _guard(value: Any, marks: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return marks.sub(lambda found: found[0] + GUARD, value)
@@ -105,9 +108,19 @@ def said_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[
 
     The other tokens are the template's and a system message's, which do not tell the language of an
     answer. If no message is found in the conversation as the template writes it, all tokens count.
+    A system message that the template writes into a user's turn counts too, as in vLLM.
     """
     text = write_conversation(tokenizer, messages, asks=True)
-    marks = _marks(tokenizer)
+    turns = _turns(tokenizer)
+    spans = turns.spans(text) if turns is not None else _found(messages, text, _marks(tokenizer))
+    encoding = encoder_of(tokenizer, conversations=True).encodings([text])[0]
+    if not spans:
+        return [True] * len(encoding.ids)
+    return learned_tokens(text, tuple(spans), encoding.offsets, len(encoding.ids)).tolist()
+
+
+def _found(messages: Messages, text: str, marks: re.Pattern[str]) -> list[tuple[int, int]]:
+    """Return where a conversation has the messages, of a template whose turns have no marks."""
     spans = list[tuple[int, int]]()
     end = 0
     for message in messages:
@@ -118,7 +131,4 @@ def said_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[
         if (start := text.find(said, end)) >= 0:
             end = start + len(said)
             spans.append((start, end))
-    encoding = encoder_of(tokenizer, conversations=True).encodings([text])[0]
-    if not spans:
-        return [True] * len(encoding.ids)
-    return learned_tokens(text, tuple(spans), encoding.offsets, len(encoding.ids)).tolist()
+    return spans

@@ -129,5 +129,5 @@ def _bounds(config: RunConfig) -> dict[str, float]:
         return {}
     bounds = {"base": -math.log(router.prior), "trained": -math.log(1.0 - router.prior)}
     if config.script_prior is not None:
-        bounds["script"] = -math.log(config.script_prior)
+        bounds["script"] = -math.log(min(config.script_prior, router.prior, 1.0 - router.prior))
     return bounds

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import sys
 import time
@@ -29,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.data.conversations import Messages
 from scale_cli.data.decoding import Decoder
-from scale_cli.errors import ScaleError
+from scale_cli.errors import ScaleError, one_line
 from scale_cli.generation.generator import Generator, Sampling
 
 _MOST_ANSWERS = 64  # per request, computed as one batch
@@ -293,6 +294,10 @@ class Endpoint:
                     wholes[piece.index] = replace(piece, text=text)
         except asyncio.CancelledError:
             raise HTTPException(503, "the server stops") from None
+        except (ScaleError, HTTPException):
+            raise
+        except Exception as error:  # raised further, it would end the connection
+            return JSONResponse({"error": _failure(error)}, status_code=500)
         choices = [_choice(asked, whole) for whole in wholes]
         return JSONResponse(head | {"choices": choices, "usage": answers.usage})
 
@@ -302,26 +307,45 @@ class Endpoint:
         def event(**fields: Any) -> str:
             return f"data: {json.dumps(head | fields, ensure_ascii=False)}\n\n"
 
-        async with aclosing(answers.pieces(self._worker)) as pieces:
-            async for piece in pieces:
-                yield event(choices=[_choice(asked, piece)])
+        begun = set[int]()
+        try:
+            async with aclosing(answers.pieces(self._worker)) as pieces:
+                async for piece in pieces:
+                    yield event(choices=[_part(asked, piece, begins=piece.index not in begun)])
+                    begun.add(piece.index)
+        except Exception as error:  # the status is sent already
+            yield f"data: {json.dumps({'error': _failure(error)}, ensure_ascii=False)}\n\n"
+            return
         if asked.stream_options.include_usage:
             yield event(choices=[], usage=answers.usage)
         yield "data: [DONE]\n\n"
 
 
-def _choice(asked: GenerationRequest, piece: Piece) -> dict[str, Any]:
-    said: dict[str, Any] = {"text": piece.text}
+def _choice(asked: GenerationRequest, whole: Piece) -> dict[str, Any]:
+    """Return a whole answer as a choice."""
+    said: dict[str, Any] = {"text": whole.text}
     if isinstance(asked, ChatRequest):
-        message = {"role": "assistant", "content": piece.text}
-        said = {"delta" if asked.stream else "message": message}
-    return {"index": piece.index, **said, "logprobs": None, "finish_reason": piece.finish}
+        said = {"message": {"role": "assistant", "content": whole.text}}
+    return {"index": whole.index, **said, "logprobs": None, "finish_reason": whole.finish}
+
+
+def _part(asked: GenerationRequest, piece: Piece, *, begins: bool) -> dict[str, Any]:
+    """Return a piece of an answer as a choice of a stream; clients join what comes, the role too."""
+    choice = _choice(asked, piece)
+    if (message := choice.pop("message", None)) is not None:
+        choice["delta"] = message if begins else {"content": piece.text}
+    return choice
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """Return what OpenAI's clients read of an error that is not the request's, and log it."""
+    logging.getLogger("uvicorn.error").error("an answer failed", exc_info=error)
+    return {"message": one_line(error), "type": "server_error", "param": None, "code": None}
 
 
 def create_app(generator: Generator, name: str) -> FastAPI:
     app = FastAPI(openapi_url=None)
     endpoint = Endpoint(generator, name)
-    began = int(time.time())
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
         status = 400
@@ -353,10 +377,23 @@ def create_app(generator: Generator, name: str) -> FastAPI:
         most = asked.max_completion_tokens or asked.max_tokens
         return await endpoint.respond(request, asked, [turns], most)
 
+    served = {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "scale",
+        "max_model_len": generator.num_positions,
+    }
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        served = {"id": name, "object": "model", "created": began, "owned_by": "scale"}
-        return {"object": "list", "data": [served | {"max_model_len": generator.num_positions}]}
+        return {"object": "list", "data": [served]}
+
+    @app.get("/v1/models/{asked:path}")
+    async def model(asked: str) -> dict[str, Any]:
+        if asked != name:
+            raise HTTPException(404, f"this server serves only {name}")
+        return served
 
     @app.get("/health")
     async def health() -> dict[str, str]:

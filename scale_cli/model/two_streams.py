@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache_scale import CACHE, require_state
@@ -82,10 +83,14 @@ class TwoStreams(PreTrainedModel, RouterGenerationMixin):
         logits_to_keep: int = 0,  # for the last positions only; 0 for all
         evidence_mask: Tensor | None = None,  # (B, T), the tokens that the router judges by
         router_prior: float | Tensor | None = None,  # of the base, (B,); by default the router's
-        **others: Any,  # the cache; an empty one of transformers is replaced
+        labels: Tensor | None = None,  # (B, T), not shifted
+        use_cache: bool | None = None,  # False: none is read or returned
+        past_key_values: Any = None,
+        cache: Any = None,  # the same by its newer name; an empty one of transformers is replaced
+        **_: Any,
     ) -> CausalLMOutputWithPast:
-        cache: Any = others.get(CACHE)
-        if not isinstance(cache, ScaleCache):
+        cache = past_key_values if cache is None else cache
+        if use_cache is False or not isinstance(cache, ScaleCache):
             cache = self.streams.decoding_cache()
         if cache.get_seq_length() == 0:
             require_state(attention_mask, position_ids, input_ids.shape[1])
@@ -104,7 +109,7 @@ class TwoStreams(PreTrainedModel, RouterGenerationMixin):
                 logits_to_keep=logits_to_keep,
             )
             self.log_weights_KB = log_weights_KBT[..., -1]
-            return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+            return self._output(logits, labels, None if use_cache is False else cache)
 
         heads = logits_at(slice(-logits_to_keep or None, None))
         if self.head == "cosine":
@@ -113,4 +118,10 @@ class TwoStreams(PreTrainedModel, RouterGenerationMixin):
             self.log_weights_KB = log_weights_KBT[..., -1]
         else:
             logits = heads[self.heads.index(self.head)]
-        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+        return self._output(logits, labels, None if use_cache is False else cache)
+
+    def _output(self, logits: Tensor, labels: Tensor | None, cache: Any) -> CausalLMOutputWithPast:
+        loss = None
+        if labels is not None:
+            loss = ForCausalLMLoss(logits, labels, vocab_size=logits.shape[-1])
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})

@@ -186,8 +186,27 @@ def test_transformers_routes_an_adapters_folder_whose_code_it_trusts(lora: RunCo
         expected_T, _ = mixed([base, trained], 0.5, ids_T, 8)
         said_BT = routed.generate(ids_T[None], max_new_tokens=8, do_sample=False)
         assert said_BT[0].tolist() == expected_T.tolist()
+        options = {"max_new_tokens": 8, "do_sample": False, "use_cache": False}
+        assert torch.equal(routed.generate(ids_T[None], **options), said_BT)
+    with torch.no_grad():
+        output = routed(ids_T[None], labels=ids_T[None])
+    of_next = output.logits[0, :-1].log_softmax(dim=-1).gather(1, ids_T[1:, None])
+    assert torch.isclose(output.loss, -of_next.mean())
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):  # config.json is there
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_transformers_loads_an_adapters_folder_as_it_is_asked_to(
+    lora: RunConfig, tmp_path: Path
+) -> None:
+    folder = export(changed(lora, "export.format=adapter")).folder
+    folder = shutil.copytree(folder, tmp_path / "adapter")
+    edit_json(folder / "generation_config.json", {"eos_token_id": [2, 5]})
+    asked = {"torch_dtype": torch.bfloat16, "attn_implementation": "eager"}
+    routed: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **asked)
+    assert routed.dtype == torch.bfloat16
+    assert routed.streams.config._attn_implementation == "eager"
+    assert routed.generation_config.eos_token_id == [2, 5]
 
 
 def test_a_fully_trained_export_is_verified_with_the_base_that_it_names(

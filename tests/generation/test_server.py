@@ -286,6 +286,9 @@ def test_the_model_is_listed_and_a_base_without_a_chat_template_is_no_model_to_t
     client: openai.OpenAI,
 ) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match=f"this server serves only {NAME}"):
+        client.models.retrieve("gpt")
     with pytest.raises(openai.BadRequestError, match="no chat template"):
         client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "Hello"}])
 
@@ -316,6 +319,24 @@ def test_a_chat_is_framed_by_its_template_alone(
     told = list(client.chat.completions.create(**asked, **streamed))
     assert "".join(part.choices[0].delta.content or "" for part in told[:-1]) == wanted.completion
     assert told[-1].usage == answer.usage
+    # Clients join what comes, the role too.
+    assert [part.choices[0].delta.role for part in told[:2]] == ["assistant", None]
+
+
+def test_what_fails_within_an_answer_is_told_as_clients_read_it(
+    client: openai.OpenAI, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routed = routed_class(folders["without BOS"])
+
+    @wraps(routed.forward)
+    def fail(*_: Any, **_options: Any) -> None:
+        raise RuntimeError("out of memory\nof the device")
+
+    monkeypatch.setattr(routed, "forward", fail)
+    with pytest.raises(openai.InternalServerError, match="out of memory of the device"):
+        text_of(client, "Once")
+    with pytest.raises(openai.APIError, match="out of memory of the device"):
+        text_of(client, "Once", stream=True)
 
 
 def test_a_client_that_goes_ends_its_answer(
