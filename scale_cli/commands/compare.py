@@ -127,6 +127,8 @@ def notes(runs: list[ComparedRun]) -> Iterator[str]:
     for run in runs:
         for corpus in run.report.corpora:
             yield from (f"{run.name}: {corpus.name}: {shared}." for shared in corpus.shared)
+        if not run.report.searched_training_text:
+            yield f"{run.name}: held-out text was not looked for in the training text, which was gone."
     if len({run.report.num_tokens_trained for run in runs}) > 1:
         spent = ", ".join(f"{run.name} {run.report.num_tokens_trained:,}" for run in runs)
         yield f"The runs were not trained on the same number of tokens: {spent}."

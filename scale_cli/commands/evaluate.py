@@ -13,6 +13,7 @@ from typing import Any
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import CorpusSource
 from scale_cli.data.corpora import open_held_out, trained_on
 from scale_cli.data.overlap import shared_texts
 from scale_cli.data.tokens import TokenisedCorpus
@@ -44,6 +45,7 @@ from scale_cli.processes import (
     slow_in_bfloat16,
 )
 from scale_cli.report import Table
+from scale_cli.runs.early import check_gate
 from scale_cli.runs.folder import trained_sha256
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import new_folder, write_text
@@ -87,14 +89,29 @@ def evaluate(
     num_items = 0 if benchmarks is None else benchmarks.num_items
     and_items = f" and {counted(num_items, 'item')} of benchmarks" if num_items else ""
     log(f"evaluating on {counted(num_tokens, 'token')} of text{and_items}")
+    training = trained_on(config, final.path, final.tokenizer)
+    if training is None:
+        log(
+            "warning: the tokenised training text is gone, so held-out text is not looked for in it"
+        )
     with tokens_bar(num_tokens, "evaluating" if is_main() else None) as bar:
-        results = _measure_texts(final, model, *texts, passes=passes, bar=bar)
+        results = _measure_texts(
+            final, model, *texts, training=training or (), passes=passes, bar=bar
+        )
     items: list[BenchmarkItems] = []
     skipped: list[SkippedBenchmark] = []
     if benchmarks is not None:
         items, skipped = benchmarks.measure(model, final.tokenizer, config, share())
 
-    report = _report(final, passes, corpora=texts[0], results=results, items=items, skipped=skipped)
+    report = _report(
+        final,
+        passes,
+        corpora=texts[0],
+        searched=training is not None,
+        results=results,
+        items=items,
+        skipped=skipped,
+    )
     elapsed_s = time.monotonic() - started_s
 
     def write() -> None:
@@ -122,16 +139,12 @@ def _measure_texts(
     corpora: Sequence[TokenisedCorpus],
     by_base_tokens: Sequence[TokenisedCorpus],  # the same text, if the run has new tokens
     *,
+    training: Sequence[tuple[CorpusSource, TokenisedCorpus]],
     passes: Passes,
     bar: Any,
 ) -> list[CorpusResult]:
     """Return every head's figures on every held-out corpus."""
     config = final.run.config
-    training = trained_on(config, final.path, final.tokenizer)
-    if training is None:
-        log(
-            "warning: the tokenised training text is gone, so held-out text is not looked for in it"
-        )
     score = partial(score_corpus, router=config.method.rules, passes=passes, bar=bar, share=share())
     kept_of = partial(kept_scores, base=final.record, config=config, passes=passes)
     base = base_alone(model)
@@ -143,7 +156,7 @@ def _measure_texts(
             source,
             score(model, corpus, kept=kept_of(model, corpus)),
             None if of_base is None else score(base, of_base, kept=kept_of(base, of_base)),
-            shared=shared_texts(corpus, training or ()),
+            shared=shared_texts(corpus, training),
             num_resamples=config.evaluation.bootstrap_resamples,
             seed=config.seed,
         )
@@ -156,6 +169,7 @@ def _report(
     passes: Passes,
     *,
     corpora: Sequence[TokenisedCorpus],
+    searched: bool,  # for held-out text in the text that was trained on
     results: list[CorpusResult],
     items: list[BenchmarkItems],
     skipped: list[SkippedBenchmark],
@@ -181,6 +195,7 @@ def _report(
         device=device_name(device()),
         context=passes.context,
         date=date.today().isoformat(),
+        searched_training_text=searched,
         note=other_base(str(final.path), config.model),
     )
 
@@ -236,10 +251,16 @@ def check_learned(report: Report) -> None:
 
 
 def check_forgetting(report: Report, fail_above: float | None) -> None:
-    """Raise CheckFailed if the served head lost more than the limit on a retention corpus."""
+    """Raise CheckFailed if the served head lost more than the limit on a retention corpus.
+
+    ConfigError: there is none. Several processes learn it here (`console.load`).
+    """
+    if fail_above is None:
+        return
+    check_gate([corpus.role for corpus in report.corpora])
     for corpus in report.with_role("retention"):
         lost = corpus.heads[report.served].bits_per_byte_difference.value
-        if fail_above is not None and (lost is None or lost > fail_above):
+        if lost is None or lost > fail_above:
             figure = "a loss that is not finite" if lost is None else f"{lost:+.4f} bits/byte"
             raise CheckFailed(
                 f"{corpus.name}: {figure} against the base, more than --fail-above {fail_above}"

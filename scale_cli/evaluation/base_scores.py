@@ -28,6 +28,7 @@ from scale_cli.storage.atomic import json_sha256, new_folder, verify_folder, wri
 from scale_cli.upscale.base_files import BaseRecord
 
 _FILE = "log_probs.bin"
+_FORMAT_VERSION = 2  # 1 had the least float32 in place of minus infinity
 
 
 @dataclass
@@ -55,6 +56,7 @@ class BaseScores:
             "mixed_precision": config.evaluation.mixed_precision,
             "device": device().type,
             "context": context,
+            "format": _FORMAT_VERSION,
         }
         name = f"{corpus.name}.base-{json_sha256(decided_by)[:16]}"
         return cls(corpus.folder.with_name(name), lengths_N)
@@ -82,7 +84,8 @@ class BaseScores:
 
     def keep(self, document: int, log_probs_T: Tensor) -> None:
         """Remember a document's first tokens; one that is not finite is minus infinity, not NaN."""
-        known = log_probs_T.float().nan_to_num(nan=-torch.inf)
+        infinite = {"nan": -torch.inf, "neginf": -torch.inf, "posinf": torch.inf}
+        known = log_probs_T.float().nan_to_num(**infinite)
         self.of_document(document, len(known)).copy_(known)
         self._grown = True
 

@@ -73,7 +73,8 @@ def paired_differences(
     byte. The interval is of the corpus-level figure (a ratio of sums), not of a mean of
     per-document figures.
     """
-    columns_NC = np.column_stack([after_NH - before_N[:, None], units_N])
+    with np.errstate(invalid="ignore"):  # of losses that are not finite
+        columns_NC = np.column_stack([after_NH - before_N[:, None], units_N])
 
     def ratios(counts_RN: Values) -> Values:
         sums_RC = counts_RN @ columns_NC

@@ -191,11 +191,13 @@ def headline(report: Report) -> list[str]:
     """Return a sentence for each corpus: what failed comes first."""
     heads = ("trained", report.served)
     others = [of for of in report.by_role if not any(map(of.failed, heads))]
-    return failures(report) + [_became(corpus, report.served) for corpus in others]
+    return failures(report) + [_became(corpus, report) for corpus in others]
 
 
 def _failure(corpus: CorpusResult, heads: Iterable[str]) -> str:
     """Return a sentence: what became of the trained and the served head."""
+    if corpus.heads["base"].bits_per_byte is None:
+        return f"{_named(corpus)} failed: the loss of the base is not finite."
     before = number(corpus.heads["base"].bits_per_byte)
     told = []
     for head in heads:
@@ -212,8 +214,9 @@ def _failure(corpus: CorpusResult, heads: Iterable[str]) -> str:
     return f"{_named(corpus)} {failed}: {'; '.join(told)}."
 
 
-def _became(corpus: CorpusResult, served: str) -> str:
+def _became(corpus: CorpusResult, report: Report) -> str:
     """Return a sentence: what was served on a corpus, before and after, and a verdict."""
+    served = report.served
     difference = corpus.heads[served].bits_per_byte_difference
     before = number(corpus.heads["base"].bits_per_byte)
     after = number(corpus.heads[served].bits_per_byte)
@@ -228,6 +231,8 @@ def _became(corpus: CorpusResult, served: str) -> str:
         verdict = "better, on text that was also trained on"
     elif not bounds(difference):
         verdict = "better, without an interval"
+    elif not report.searched_training_text:
+        verdict = "better; the training text is gone, so nobody looked whether it holds this text"
     else:
         verdict = _BETTER[corpus.role]
     return f"{_named(corpus)} went from {before} to {after} bits/byte: {verdict}."

@@ -233,6 +233,7 @@ class Report(RunRecord):
     device: str = ""  # that computed them, by its name
     context: int = 0  # the most tokens that one was predicted from
     date: str = ""  # of the measurement, as 2026-01-31
+    searched_training_text: bool = True  # for held-out text; False: it is gone
     note: str = ""  # on a model that others trained: which base its own file names, if another
 
     @property
@@ -310,12 +311,14 @@ def summarise(
     heads = {}
     for (name, nats_N), difference in zip(nats.items(), intervals, strict=True):
         nats_per_token = nats_N.sum() / (num_base_tokens if name == "base" else num_tokens)
+        with np.errstate(invalid="ignore"):  # of losses that are not finite
+            lost_N = nats_N - base_N
         heads[name] = HeadResult(
             nats_per_token=finite(nats_per_token),
             perplexity=math.exp(nats_per_token) if nats_per_token < _MAX_EXPONENT else None,
             bits_per_byte=finite(nats_N.sum() / scale_N.sum()),
             bits_per_byte_difference=difference,
-            worst_document_nats=finite(np.max(nats_N - base_N)),
+            worst_document_nats=finite(np.max(lost_N)),
             base_share=losses.base_share(name) if name in losses.served else None,
         )
 

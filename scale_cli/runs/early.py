@@ -7,7 +7,7 @@ text.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,11 +50,8 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
     if run.evaluation.is_dir() and verb == "run":
         reads.discard("benchmarks")
 
-    roles = {source.role for source in config.evaluation.perplexity}
-    if fail_above is not None and "retention" not in roles:
-        raise ConfigError(
-            "--fail-above: evaluation.perplexity has no corpus of role retention; add one"
-        )
+    if fail_above is not None:
+        check_gate([source.role for source in config.evaluation.perplexity])
     if "upscaled" in reads:
         run.check_upscaled()
     if "final" in reads:
@@ -79,6 +76,14 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
 
         for source in local:
             check_source(source)
+
+
+def check_gate(roles: Collection[str]) -> None:
+    """Raise ConfigError if the gate `--fail-above` has nothing to judge."""
+    if "retention" not in roles:
+        raise ConfigError(
+            "--fail-above: evaluation.perplexity has no corpus of role retention; add one"
+        )
 
 
 def check_tasks(names: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from scale_cli.storage.atomic import (
     claimed,
     load_tensors,
     new_folder,
+    read_json,
     save_tensors,
 )
 from scale_cli.terminal import Log
@@ -57,10 +58,13 @@ def take(run: Run, log: Log) -> TrainState:
         key: weight.detach().contiguous()
         for key, weight in trainable_parameters(streams.trained).items()
     }
+    settings = file_of(name, ADAPTER_CONFIG)
     if final.is_dir():
         held = load_tensors(open_folder(final, run).path / TRAINED)
-        if held.keys() != trained.keys() or any(
-            not torch.equal(held[key], weight) for key, weight in trained.items()
+        if (
+            held.keys() != trained.keys()
+            or any(not torch.equal(held[key], weight) for key, weight in trained.items())
+            or (settings is not None and read_json(settings) != read_json(final / ADAPTER_CONFIG))
         ):
             raise RunFolderError(
                 f"{final}: holds another model than {name} is now; choose another output_dir "
@@ -81,7 +85,7 @@ def take(run: Run, log: Log) -> TrainState:
             corpora=corpora,
             trained=[TrainedTokens(0, 0, 0)] * len(corpora),
         )
-        if (settings := file_of(name, ADAPTER_CONFIG)) is not None:
+        if settings is not None:
             shutil.copyfile(settings, partial / ADAPTER_CONFIG)
         save_tensors(partial / TRAINED, trained)
         cost = Cost.of(streams.trained, state, device(), num_processes=1)

@@ -180,6 +180,8 @@ def test_a_run_holds_one_model(
     given = Path(shutil.copytree(adapter("LoRA"), tmp_path / "adapter"))
     config = config_of(tmp_path, stories, given, texts["tales"])
     assert scale("train", config).exit_code == 0
+    edit_json(given / "adapter_config.json", {"lora_alpha": 64})
+    assert "holds another model than" in scale("evaluate", config).error()
     shutil.rmtree(given)
     shutil.copytree(adapter("rsLoRA"), given)
     model = get_peft_model(

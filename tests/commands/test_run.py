@@ -155,7 +155,9 @@ def test_a_run_that_made_what_it_was_to_learn_worse_warns_once_says_it_last_and_
     assert last[0].startswith("report: ") and last[1].startswith(f"warning: {worse}")
     assert "\nEnglish, retention, also replay " in measured.stdout
     shutil.rmtree(config.output_dir.parent / "tokens")
-    assert "so held-out text is not looked for in it" in of_config("evaluate", *asked).stdout
+    again = of_config("evaluate", *asked)
+    assert "so held-out text is not looked for in it" in again.stdout
+    assert not read_json(run.evaluation / "report.json")["searched_training_text"]
 
 
 def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says(

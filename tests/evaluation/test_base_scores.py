@@ -1,5 +1,6 @@
 """A base is asked once for what a text costs it; every later evaluation reads what was kept."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
+from scale_cli.evaluation.base_scores import BaseScores
 from scale_cli.evaluation.scoring import (
     DocumentLosses,
     Passes,
@@ -122,6 +125,16 @@ def test_beginnings_that_are_known_stay_so_and_the_whole_is_asked_for_once(
     whole = score()
     np.testing.assert_equal(score(unasked).nats, whole.nats)
     assert whole.num_tokens.sum() == scored_lengths(corpus).sum()
+
+
+def test_a_loss_that_is_not_finite_stays_so_and_is_not_asked_for_again(tmp_path: Path) -> None:
+    lengths_N = np.array([3, 1])
+    scores = BaseScores(tmp_path / "scores", lengths_N)
+    scores.keep(0, torch.tensor([-1.5, -math.inf, math.nan]))
+    scores.save()
+    read = BaseScores(tmp_path / "scores", lengths_N)
+    assert read.of_document(0, 3).tolist() == [-1.5, -math.inf, -math.inf]
+    assert read.of_document(1, 1).isnan().all()
 
 
 def test_what_is_damaged_is_asked_for_again(

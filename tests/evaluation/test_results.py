@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scale_cli.commands.evaluate import check_learned
+from scale_cli.commands.evaluate import check_forgetting, check_learned
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.overlap import SharedText
-from scale_cli.errors import CheckFailed
+from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.intervals import paired_differences
 from scale_cli.evaluation.render import page, terminal_lines
 from scale_cli.evaluation.results import (
@@ -295,6 +295,30 @@ def test_a_row_that_is_not_finite_is_not_the_same_to_three_digits() -> None:
     assert "three digits" not in markdown(made)
     with pytest.raises(CheckFailed, match="not finite"):
         check_learned(made)
+
+
+def test_of_a_base_that_is_not_finite_nothing_is_called_learned_and_the_gate_fails() -> None:
+    whole = losses(0, gain=1.0)
+    whole.nats["base"][0] = math.inf
+    source = EvaluationSource(name="old", path="x.txt", language="en", role="retention")
+    made = report_of(summarise(source, whole, None, num_resamples=10, seed=0))
+    assert first_sentence(made) == "English (old) failed: the loss of the base is not finite."
+    with pytest.raises(CheckFailed, match="a loss that is not finite"):
+        check_forgetting(made, 100.0)
+
+
+def test_the_gate_is_refused_where_it_has_nothing_to_judge() -> None:
+    made = report_of(of_heads("new", "acquisition", BETTER, BETTER))
+    check_forgetting(made, None)
+    with pytest.raises(ConfigError, match=r"^--fail-above: .*role retention"):
+        check_forgetting(made, 0.0)
+
+
+def test_where_nobody_looked_for_a_text_in_what_was_trained_on_it_is_not_called_learned() -> None:
+    made = report_of(of_heads("new", "acquisition", BETTER, BETTER))
+    assert "learned" in first_sentence(made)
+    told = first_sentence(replace(made, searched_training_text=False))
+    assert "better; the training text is gone" in told and "learned" not in told
 
 
 @pytest.mark.parametrize(
