@@ -46,8 +46,9 @@ def _free_bytes(root: Path = Path("/")) -> int:
     """Return the main memory that is left on this machine, or in this process's control group."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     (free,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    own_group = (root / "proc/self/cgroup").read_text().splitlines()[-1].removeprefix("0::/")
-    group = root / "sys/fs/cgroup" / own_group
+    groups = root / "proc/self/cgroup"
+    named = groups.read_text().splitlines() if groups.is_file() else []
+    group = root / "sys/fs/cgroup" / (named[-1].removeprefix("0::/") if named else "")
     limit = group / "memory.max"
     if not limit.is_file() or (most := limit.read_text().strip()) == "max":
         return free

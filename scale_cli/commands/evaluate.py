@@ -157,6 +157,7 @@ def _measure_texts(
             score(model, corpus, kept=kept_of(model, corpus)),
             None if of_base is None else score(base, of_base, kept=kept_of(base, of_base)),
             shared=shared_texts(corpus, training),
+            taught=config.teaches(source),
             num_resamples=config.evaluation.bootstrap_resamples,
             seed=config.seed,
         )

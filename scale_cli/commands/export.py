@@ -117,8 +117,11 @@ def _export(
     return Exported(made.folder, parity)
 
 
-def check_written_export(config: RunConfig, folder: Path) -> None:
-    """Raise ExportParityError if an export is of another training, or does not compute the same."""
+def check_written_export(config: RunConfig, folder: Path) -> str:
+    """Return why an export could not be judged by held-out text; empty if it was.
+
+    ExportParityError: it is of another training, or does not compute the same.
+    """
     run = Run(config)
     if ExportRecord.load(folder).trained_sha256 != trained_sha256(run.folder.final):
         raise ExportParityError(
@@ -127,12 +130,15 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
         )
     final = open_folder(run.folder.final, run)
     model = final.load_to_export()
+    missing = ""
     try:
         judged_by = _judged_by(config, final, model)
-    except CorpusError:  # an export can be checked where the held-out text is not at hand
+    except CorpusError as error:
+        missing = str(error)
         judged_by = sample_ids(final.tokenizer), None, None
     (export_format,) = formats_of(config)
     export_format.prove(folder, model, *judged_by)
+    return missing
 
 
 def _judged_by(

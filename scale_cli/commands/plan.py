@@ -323,7 +323,10 @@ def _disk_bytes(config: RunConfig, own: MethodPlan, export_dtype: str) -> int:
         num_kept = min(
             train.keep_checkpoints or train.max_steps, -(-train.max_steps // train.save_every_steps)
         )
-    num_bytes = 2 * memory.trainable + num_kept * memory.checkpoint
+    method = config.method
+    has_start = method.definition.widens or method.vocabulary is not None  # weights in `upscaled/`
+    num_bytes = (1 + has_start) * memory.trainable + num_kept * memory.checkpoint
     itemsize = getattr(torch, export_dtype).itemsize
-    sizes = {"plain": own.num_served * itemsize, "transformers": memory.frozen + memory.trainable}
+    in_two_streams = own.num_frozen + own.num_trainable
+    sizes = {"plain": own.num_served * itemsize, "transformers": in_two_streams * itemsize}
     return num_bytes + sum(sizes.get(name, memory.trainable) for name in config.export.format)

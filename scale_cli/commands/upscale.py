@@ -12,6 +12,7 @@ from scale_cli.config.schema import (
     RunConfig,
     differences,
 )
+from scale_cli.config.sources import CORPORA
 from scale_cli.data.corpora import open_sources, text_to_learn, training_sources
 from scale_cli.errors import RunFolderError
 from scale_cli.export.dense import WIDENED
@@ -22,7 +23,7 @@ from scale_cli.runs.method_folder import describe_method, write_trained
 from scale_cli.runs.new_tokens import prove_vocabulary
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.runs.precision import slow_while_training
-from scale_cli.storage.atomic import claimed, new_folder, write_text
+from scale_cli.storage.atomic import claimed, new_folder, read_json, write_json, write_text
 from scale_cli.terminal import log
 from scale_cli.upscale.base import check_finite, dtype_of_files, load_hashed_base
 from scale_cli.upscale.base_hashes import record_base
@@ -51,7 +52,7 @@ def upscale(config: RunConfig) -> MethodFolder:
 
 def _check_not_begun(run: Run) -> None:
     """Raise RunFolderError if training has begun; name what has changed in the config since."""
-    if not run.folder.final.is_dir() and not run.folder.checkpoints.is_dir():
+    if not run.folder.final.is_dir() and not run.folder.saved:
         return
     changed = []
     upscaled = MethodFolder(run.folder.upscaled, run)
@@ -107,6 +108,8 @@ def _upscale(run: Run) -> MethodFolder:
             tokenizer.save_pretrained(partial)
         else:
             write_grown(partial, tokenizer)
+        if definition.widens or method.vocabulary is not None:  # the text has decided what they are
+            write_json(partial / CORPORA, [corpus.name for corpus in corpora[: len(sources)]])
         write_text(partial / "scale.yaml", dump_config(config))
 
     for line in _described(run, model, len(tokenizer) - len(of_base), num_texts):
@@ -165,4 +168,7 @@ def upscale_is_finished(run: Run) -> bool:
     if differences(upscaled.config, config, UPSCALE_SECTIONS):  # the base has moved
         upscaled.load_base()
         check_tokenizer(run.tokenizer, upscaled.record)
-    return True
+    if run.folder.final.is_dir() or not (upscaled.path / CORPORA).is_file():
+        return True
+    corpora = open_sources(config, config.corpus.sources, run.tokenizer)
+    return read_json(upscaled.path / CORPORA) == [corpus.name for corpus in corpora]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -93,13 +94,13 @@ def check_folders(path: Path) -> Iterator[FolderCheck]:
     yield from map(_check, folders)
 
 
-def _checks_of(folder: Path) -> Iterator[tuple[str, Callable[[Path], object]]]:
-    """Yield the name of each check that a folder needs, and what makes it."""
+def _checks_of(folder: Path) -> Iterator[tuple[str, Callable[[Path], str | None]]]:
+    """Yield the name of each check that a folder needs, and what makes it; that may return why it left a part out."""
     yield "hashes", _check_files
     if BaseRecord.is_in(folder):
         yield "base", _check_base
     elif (given := given_model(folder, None)) is not None:  # an export that names its base
-        yield "base", lambda _: load_given(given)  # compares both with the record
+        yield "base", partial(_check_named_base, given)
     if ExportRecord.is_in(folder):
         yield "parity", _check_export
 
@@ -108,7 +109,8 @@ def _check(folder: Path) -> FolderCheck:
     check = FolderCheck(folder)
     for name, prove in _checks_of(folder):
         try:
-            prove(folder)
+            if left_out := prove(folder):
+                check.unchecked.append(f"{name} on held-out text: {left_out}")
             check.held.append(name)
         except ScaleError as error:
             is_changed = isinstance(error, ChangedBaseError)
@@ -157,9 +159,13 @@ def _check_base(path: Path) -> None:
     folder.load_base()
 
 
-def _check_export(folder: Path) -> None:
+def _check_named_base(given: GivenModel, _folder: Path) -> None:
+    load_given(given)  # compares both with the record
+
+
+def _check_export(folder: Path) -> str:
     run = RunFolder(folder.parent.parent)
     if not (run.final / MANIFEST).is_file():
         raise BaseModelError("the trained model (final/) is not beside this export")
     config = load_config(folder / "scale.yaml")
-    check_written_export(config.model_copy(update={"output_dir": run.root}), folder)
+    return check_written_export(config.model_copy(update={"output_dir": run.root}), folder)

@@ -9,6 +9,7 @@ from typing import Any
 
 # Keys that name something to read: a path, or often a hub id.
 _READ = {"base", "tokenizer", "path", "folder", "init_from", "model", "dataset"}
+_MADE = "cache_dir"  # if it is not there yet, it is made in the working folder
 
 
 def with_absolute_paths(tree: Any, beside: Path) -> Any:
@@ -22,10 +23,14 @@ def with_absolute_paths(tree: Any, beside: Path) -> Any:
         return [with_absolute_paths(value, beside) for value in tree]
     if not isinstance(tree, dict):
         return tree
-    return {
+    found = {
         key: _absolute(value, beside) if key in _READ else with_absolute_paths(value, beside)
         for key, value in tree.items()
     }
+    if isinstance(cache := tree.get(_MADE), str) and cache and "\0" not in cache:
+        known = _absolute(cache, beside)
+        found[_MADE] = os.path.abspath(os.path.expanduser(known))  # noqa: PTH100, PTH111
+    return found
 
 
 def _absolute(written: Any, beside: Path) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -323,6 +324,15 @@ class RunConfig(Section):
             script = Script((*script.ranges, *Script.named(vocabulary.script).ranges))
         return None if script.meets(Script.of_languages(languages["known"])) else script
 
+    def teaches(self, held_out: EvaluationSource) -> bool:
+        """Return whether text of a held-out text's kind is trained on; conversations often are not."""
+        sources = self.corpus.sources
+        return (
+            held_out.messages_field is None
+            or not sources
+            or any(source.messages_field is not None for source in sources)
+        )
+
     @property
     def eval_tokens(self) -> int:
         """The most tokens that an evaluation during training scores; 0 if there is none."""
@@ -462,9 +472,23 @@ def scored_otherwise(before: RunConfig, now: RunConfig) -> list[str]:
     return changed
 
 
+def _is_where_it_was(recorded: Any, written: Any) -> bool:
+    """Return whether a relative path whose target is gone can be the absolute one that a run recorded."""
+    if not isinstance(recorded, str) or not isinstance(written, str) or not written:
+        return False
+    path, now = Path(recorded), Path(written)
+    return (
+        path.is_absolute() and not now.is_absolute() and path.parts[-len(now.parts) :] == now.parts
+    )
+
+
 def _changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
     old, new = (dict(leaves(config.model_dump(mode="json"))) for config in (before, now))
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    changed = [
+        key
+        for key in {**old, **new}
+        if old.get(key) != new.get(key) and not _is_where_it_was(old.get(key), new.get(key))
+    ]
     return {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed}
 
 

@@ -121,6 +121,7 @@ class CorpusResult:
     # The base's head in the router, which reads the run's new tokens; None if the run adds none.
     base_of_new_tokens: HeadResult | None = None
     shared: list[SharedText] = field(default_factory=list)  # with the text that is trained on
+    taught: bool = True  # whether text of its kind was trained on; conversations often are not
 
     @property
     def role_in_words(self) -> str:
@@ -133,7 +134,7 @@ class CorpusResult:
     def failed(self, head: str) -> bool:
         """Return whether a head is not finite, or worse than the base at what it was to learn."""
         ends = self.heads[head].bits_per_byte_difference.ends
-        return not ends or (self.role == "acquisition" and min(ends) > 0)
+        return not ends or (self.role == "acquisition" and self.taught and min(ends) > 0)
 
     @property
     def has_new_tokens(self) -> bool:
@@ -285,6 +286,7 @@ def summarise(
     of_base: DocumentLosses | None = None,  # by the base's own tokens, if the run has others
     *,
     shared: Iterable[SharedText] = (),
+    taught: bool = True,
     num_resamples: int,
     seed: int,
 ) -> CorpusResult:
@@ -333,6 +335,7 @@ def summarise(
         heads={name: heads[name] for name in HEADS_AND_RULES if name in heads},
         base_of_new_tokens=heads.get(_BASE_OF_NEW_TOKENS),
         shared=list(shared),
+        taught=taught,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -82,7 +83,7 @@ class RunFolder:
         for place in places:
             # Half-written folders included, which have names of their own.
             for path in (place, *place.parent.glob(f".{place.name}.*")):
-                for link in (path, *path.rglob("*")):
+                for link in (path, *_below(path)):
                     if not link.is_symlink():
                         continue
                     if not Path(os.path.realpath(link)).is_relative_to(root):
@@ -94,6 +95,12 @@ class RunFolder:
                 raise RunFolderError(
                     f"{place}: is not a folder, but a folder must be written there; move it away"
                 )
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """Yield what a folder holds at any depth; what training renames or removes meanwhile is left out."""
+    for folder, folders, files in os.walk(path):
+        yield from (Path(folder, name) for name in (*folders, *files))
 
 
 def of_checkpoint(path: Path) -> RunFolder | None:

@@ -33,6 +33,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import (
     ACCEPTABLE,
     BASE_KEYS,
+    LOCATION_KEYS,
     TRAIN_SECTIONS,
     UPSCALE_SECTIONS,
     MethodConfig,
@@ -138,7 +139,7 @@ class Run:
 
     def open_trained(self, path: Path) -> MethodFolder:
         """Open `final/`, or a checkpoint as if the run ended with it."""
-        MethodFolder(path, self).check_same_run(TRAIN_SECTIONS, BASE_KEYS)
+        MethodFolder(path, self).check_same_run(TRAIN_SECTIONS, LOCATION_KEYS)
         self.check(self.config.evaluation.perplexity)
         return open_folder(path, self)
 

@@ -26,6 +26,7 @@ _PIECE = 2_000  # characters of a document that is cut
 _LARGEST_PIECE = 500_000
 _TURNS = 8  # of chat that is measured
 _TURN_CHARACTERS = 400
+_LEAST_TURNS = 40  # characters of both: a headline or a scene break is no turn
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,9 @@ def chat_of(parted: Parted, role: str, file: Path) -> Parted:
     assistant the rest.
     """
     turns = []
-    for document in parted.held_out_documents[:_TURNS]:
-        text = document[: 2 * _TURN_CHARACTERS]
+    long = [text for text in parted.held_out_documents if len(text.strip()) >= _LEAST_TURNS]
+    for document in (long or parted.held_out_documents)[:_TURNS]:
+        text = document.strip()[: 2 * _TURN_CHARACTERS]
         half = len(text) // 2
         asked = {"role": "user", "content": text[:half]}
         turns.append([asked, {"role": "assistant", "content": text[half:]}])

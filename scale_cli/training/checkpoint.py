@@ -176,7 +176,9 @@ def starting_point(
     """
 
     def decide() -> Path | None:
+        ours = MethodFolder(run.folder.upscaled, run)
         if (start := _find(run.folder, resume, log)) is not None:
+            _check_same_start("--resume", MethodFolder(start, run), ours)
             for line in _changes_since(MethodFolder(start, run), accepted):
                 log(f"changed        {line}")
             log(f"resuming       {start}")
@@ -186,7 +188,7 @@ def starting_point(
             return start
         check_init_from(run)
         if (initialised_from := init_from(run)) is not None:
-            _check_same_start(initialised_from, MethodFolder(run.folder.upscaled, run))
+            _check_same_start("train.init_from", initialised_from, ours)
             log(f"beginning      {initialised_from.path}: {branch_point_at(initialised_from)}")
         return None
 
@@ -254,17 +256,15 @@ def check_init_from(run: Run) -> None:
         )
 
 
-def _check_same_start(initialised_from: MethodFolder, ours: MethodFolder) -> None:
-    """Raise RunFolderError if `initialised_from` has another base or tokenizer than the run's own
+def _check_same_start(given_by: str, begun: MethodFolder, ours: MethodFolder) -> None:
+    """Raise RunFolderError if a folder, given by a key or option, has another base or tokenizer than the run's own
     `upscaled/`.
     """
     subjects = {"content": "base", "config": "base's config.json", "tokenizer": "tokenizer"}
     for what, subject in subjects.items():
-        before, now = (
-            getattr(folder.record, f"{what}_sha256") for folder in (initialised_from, ours)
-        )
+        before, now = (getattr(folder.record, f"{what}_sha256") for folder in (begun, ours))
         if before and now and before != now:
             raise RunFolderError(
-                f"train.init_from: {initialised_from.path}: its {subject} is not this run's "
+                f"{given_by}: {begun.path}: its {subject} is not this run's "
                 f"(SHA-256 {before[:12]} -> {now[:12]})"
             )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.processes import all_succeed, on_main
+from scale_cli.processes import all_succeed, main_decides
 from scale_cli.runs.folder import TRAINED
 from scale_cli.runs.opened import MethodFolder
-from scale_cli.storage.atomic import new_folder, save_tensors, verify_folder
+from scale_cli.storage.atomic import is_whole, new_folder, save_tensors
 from scale_cli.terminal import Log
 from scale_cli.training.checkpoint import load_checkpoint
 from scale_cli.training.records import Cost, TrainState
@@ -33,7 +33,11 @@ def put_back_best(run: TrainingRun, log: Log) -> TrainState:
     if best.step == run.state.step:
         return run.state
     kept = MethodFolder(run.folder.checkpoint(best.step), run.start.run)
-    on_main(lambda: verify_folder(kept.path))
+    if not main_decides(lambda: is_whole(kept.path)):
+        log(
+            f"warning: {kept.path}: the best checkpoint is damaged; final/ has the last step's weights"
+        )
+        return replace(run.state, best=None)
     state = load_checkpoint(kept, run.model, run.optimiser, run.hooks)
     # A signal may have saved it before it was evaluated.
     return replace(state, best=best, evaluation_due=False)

@@ -205,7 +205,9 @@ class Observer:
             before, after = number(base), number(trained)
             if trained is None:
                 told[source.name] = "the trained head's loss is not finite"
-            elif source.role == "acquisition" and base is not None and float(after) > float(before):
+            elif not self.config.teaches(source) or source.role != "acquisition" or base is None:
+                continue
+            elif float(after) > float(before):
                 told[source.name] = (
                     f"the trained head is worse than the base at what it is to learn, {before} to "
                     f"{after} bits/byte, without an interval, of the text that this evaluation reads"

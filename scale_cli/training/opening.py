@@ -11,6 +11,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import LOCATION_KEYS, TRAIN_SECTIONS, RunConfig, scored_otherwise
+from scale_cli.config.sources import CORPORA
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.corpora import (
@@ -39,7 +40,7 @@ from scale_cli.processes import gathered, main_first, on_main, share
 from scale_cli.runs.method_folder import load_trained
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.runs.precision import slow_while_training, slower_than_here
-from scale_cli.storage.atomic import read_json, verify_folder
+from scale_cli.storage.atomic import is_whole, read_json, verify_folder
 from scale_cli.terminal import Log
 from scale_cli.training.checkpoint import branch_point_at, init_from, load_checkpoint
 from scale_cli.training.metrics_log import MetricsLog
@@ -157,6 +158,8 @@ def open_training(
     texts = _open_text(start, accelerator, log)
     if resumed_from is not None:
         _check_goes_on(resumed_from, texts)
+    elif (start.path / CORPORA).is_file():
+        check_same_text(start.path, texts.corpora)
     initialised_from = init_from(run) if resumed_from is None else None
 
     model, untouched = _open_model(start, resumed_from, initialised_from)
@@ -358,6 +361,8 @@ def _without_stale_best(
     best = run.folder.checkpoint(state.best.step)
     if not best.is_dir():
         reason = "is missing"
+    elif not is_whole(best):
+        reason = "is damaged"
     elif changed := scored_otherwise(resumed_from.config, run.config):
         reason = f"was scored with other settings ({', '.join(changed)})"
     elif state.best.texts != [corpus.name for corpus in held_out]:

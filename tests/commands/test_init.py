@@ -163,7 +163,7 @@ def test_a_text_that_the_base_knows_gets_an_adapter_with_the_router_and_a_line_s
     assert said is not None and float(said[1]) < 2.0 < float(said[2])
     assert f"  # {why}\n  variant: lora\n  router: {{rule: posterior}}" in file.read_text()
     assert load_config(file).method.head == "routed"
-    assert load_config(file).corpus.cache_dir == Path("runs/tokens"), "other methods read it too"
+    assert "cache_dir: runs/tokens" in file.read_text(), "other methods read it too"
 
 
 def test_an_adapter_without_peft_is_refused_with_why_it_was_chosen(

@@ -143,6 +143,22 @@ def test_the_size_served_the_real_ratio_evaluation_and_disk_are_told(tmp_path: P
     assert made.disk_bytes > made.methods[0].num_served * 2
 
 
+def test_a_run_that_widens_nothing_keeps_its_weights_once_and_its_exports_in_their_dtype(
+    tmp_path: Path,
+) -> None:
+    small = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    whole = plan(config_of(tmp_path, small, "method.variant=full", "export.dtype=float16"), 1e12, 1)
+    memory = whole.methods[0].memory
+    served = whole.methods[0].num_served
+    assert whole.disk_bytes == memory.trainable + memory.checkpoint + 2 * served
+
+    form = ("export.format=transformers", "export.dtype=bfloat16")
+    wide = plan(config_of(tmp_path, small, "method.variant=adapt", *form), 1e12, 1)
+    (own,) = wide.methods
+    in_streams = own.num_frozen + own.num_trainable
+    assert wide.disk_bytes == 2 * own.memory.trainable + own.memory.checkpoint + 2 * in_streams
+
+
 def test_a_size_far_above_what_was_asked_for_is_a_warning(tmp_path: Path) -> None:
     one_head = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=1)
     (warning,) = (

@@ -164,7 +164,7 @@ def test_upscaling_again_replaces_the_folder_until_training_has_begun(config: Ru
     (folder / "left-over").write_text("")
     assert upscale(config).path == folder
     assert not (folder / "left-over").exists()
-    (config.output_dir / "checkpoints").mkdir()
+    (config.output_dir / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(RunFolderError, match="training from this folder has already begun"):
         upscale(config)
 

@@ -11,7 +11,7 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import FolderCheck, check_folders, verify
 from scale_cli.config.load import dump, load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import CheckFailed, ExportParityError, RunFolderError
+from scale_cli.errors import CheckFailed, CorpusError, ExportParityError, RunFolderError
 from scale_cli.model.cache_scale import CACHE
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
 from tests.command_line import Scale
@@ -93,6 +93,20 @@ def test_an_export_away_from_its_run_does_not_pass(run: Path, tmp_path: Path) ->
     with pytest.raises(CheckFailed, match="final/") as refused:
         verify(Path(alone))
     assert refused.value.exit_code == 3
+
+
+def test_an_export_that_no_held_out_text_judges_does_not_pass(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise CorpusError("held.txt: no such file")
+
+    monkeypatch.setattr("scale_cli.commands.export._judged_by", gone)
+    check = found(run)["plain"]
+    assert check.held == ["hashes", "parity"]
+    assert check.unchecked == ["parity on held-out text: held.txt: no such file"]
+    with pytest.raises(CheckFailed, match="not everything could be checked"):
+        verify(run)
 
 
 def test_a_moved_run_of_relative_paths_holds_from_any_folder(

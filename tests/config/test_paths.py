@@ -48,6 +48,18 @@ def test_what_is_read_is_found_from_the_working_folder_or_beside_the_config(here
     }
 
 
+def test_a_cache_is_looked_for_like_what_is_read_and_made_in_the_working_folder(here: Path) -> None:
+    for written, expected in (
+        ("data", "work [1]/data"),
+        ("texts", "mine/texts"),
+        ("new/tokens", "work [1]/new/tokens"),
+        ("/tokens", "/tokens"),
+    ):
+        found = with_absolute_paths({"cache_dir": written}, here / "mine")
+        assert found == {"cache_dir": str(here / expected)}
+    assert with_absolute_paths({"cache_dir": None}, here) == {"cache_dir": None}
+
+
 def test_a_pattern_stays_one_though_the_folder_above_it_looks_like_one(here: Path) -> None:
     (pattern,) = with_absolute_paths({"path": ["data/*.txt"]}, here)["path"]
     assert list(map(str, Path("/").glob(pattern[1:]))) == [

@@ -314,6 +314,21 @@ def test_the_gate_is_refused_where_it_has_nothing_to_judge() -> None:
         check_forgetting(made, 0.0)
 
 
+def test_a_kind_of_text_that_was_not_taught_may_get_worse_and_fails_no_run() -> None:
+    talks = replace(of_heads("talks", "acquisition", WORSE, WORSE), taught=False)
+    made = report_of(talks)
+    check_learned(made)
+    assert "talks) went from" in first_sentence(made) and "worse" in first_sentence(made)
+    talk = EvaluationSource(
+        name="talk", path="x.jsonl", language="ko", role="acquisition", messages_field="messages"
+    )
+    text = talk.model_copy(update={"messages_field": None})
+    assert ROUTE.teaches(text) and not ROUTE.teaches(talk)
+    taught = ROUTE.corpus.sources[0].model_copy(update={"messages_field": "messages"})
+    corpus = ROUTE.corpus.model_copy(update={"sources": [taught]})
+    assert ROUTE.model_copy(update={"corpus": corpus}).teaches(talk)
+
+
 def test_where_nobody_looked_for_a_text_in_what_was_trained_on_it_is_not_called_learned() -> None:
     made = report_of(of_heads("new", "acquisition", BETTER, BETTER))
     assert "learned" in first_sentence(made)

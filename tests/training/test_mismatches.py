@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale_is_finished
+from scale_cli.commands.upscale import upscale, upscale_is_finished
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import ACCEPTABLE, RunConfig
+from scale_cli.config.schema import ACCEPTABLE, TRAIN_SECTIONS, RunConfig, differences
 from scale_cli.data.corpora import WINDOWS
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
 from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.runs.opened import Run
-from scale_cli.storage.atomic import file_sha256
+from scale_cli.storage.atomic import file_sha256, load_tensors, save_tensors
 from scale_cli.training.records import TrainState
 from tests.small_runs import small_run
 from tests.training.conftest import finished, go_on
@@ -126,6 +126,17 @@ def test_a_run_of_a_version_that_cut_other_windows_is_refused_by_name(
     assert "another version, which cut text into other windows" in refusal(make(), RunFolderError)
 
 
+def test_a_checkpoint_of_another_base_is_no_place_to_go_on_from(make: Make, folder: Path) -> None:
+    first = make()
+    other = Path(shutil.copytree(first.model.base, folder / "other"))
+    weights = load_tensors(other / "model.safetensors")
+    save_tensors(other / "model.safetensors", {key: 1.5 * x for key, x in weights.items()})
+    config = make(f"model.base={other}", f"output_dir={folder / 'of other'}")
+    upscale(config)
+    with pytest.raises(RunFolderError, match=r"^--resume: .*its base is not this run's"):
+        train(config, str(RunFolder(first.output_dir).checkpoint(1)), print)
+
+
 def test_a_run_does_not_go_back(make: Make) -> None:
     message = refusal(make("train.max_steps=1"), RunFolderError, "train.max_steps")
     assert "beyond train.max_steps 1; set it to at least 2" in message
@@ -142,6 +153,27 @@ def test_a_base_and_a_corpus_may_lie_elsewhere(make: Make, begun_once: Path, fol
     assert [line for line in said if line.startswith("changed        model.base: ")]
     assert [line for line in said if line.startswith("changed        corpus.sources.0.path: ")]
     assert file_sha256(folder / "run" / "final" / TRAINED) == before
+
+
+def test_what_was_made_for_another_text_is_made_again_and_not_trained(
+    make: Make, folder: Path
+) -> None:
+    (folder / "other.txt").write_text("Another text altogether, of some length.\n" * 9)
+    for part in ("final", "checkpoints"):
+        shutil.rmtree(folder / "run" / part)
+    other = make(f"corpus.sources.0.path={folder / 'other.txt'}")
+    assert upscale_is_finished(Run(make())) and not upscale_is_finished(Run(other))
+    with pytest.raises(RunFolderError, match=r"upscaled: the training text has changed"):
+        train(other, None, print)
+    upscale(other)
+    train(other, None, print)
+
+
+def test_a_relative_path_whose_target_is_gone_is_the_one_that_was_recorded(make: Make) -> None:
+    recorded = make("train.init_from=/gone/runs/trunk/final")
+    for written, changes in (("runs/trunk/final", 0), ("runs/other/final", 1), ("/x/final", 1)):
+        now = make(f"train.init_from={written}")
+        assert len(differences(recorded, now, TRAIN_SECTIONS)) == changes
 
 
 @pytest.mark.parametrize("finished", [False, True])

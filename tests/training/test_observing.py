@@ -383,6 +383,19 @@ def test_a_run_that_is_stopped_at_the_end_of_a_step_makes_up_for_its_evaluation(
     assert [record["step"] for record in evaluations(run)] == [1, 2]
 
 
+def test_a_best_that_is_damaged_while_a_run_trains_leaves_it_its_last_step(
+    chosen: tuple[RunConfig, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(shutil.copytree(chosen[0].output_dir, tmp_path / "run"))
+    remove_folder(run.final)
+    monkeypatch.setattr("scale_cli.training.finishing.is_whole", lambda _: False)
+    said = go_on(changed(chosen[0], f"output_dir={run.root}"))
+    assert any(
+        "the best checkpoint is damaged; final/ has the last step's" in line for line in said
+    )
+    assert TrainState.load(run.final).step == 9
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -391,6 +404,7 @@ def test_a_run_that_is_stopped_at_the_end_of_a_step_makes_up_for_its_evaluation(
         ("train.eval_max_tokens=1", "(train.eval_max_tokens: 100000 -> 1)"),
         ("method.router.prior=0.4", "(method.router.prior: 0.5 -> 0.4)"),
         (None, "the best checkpoint so far is missing"),
+        ("train.log_every_steps=1", "the best checkpoint so far is damaged"),
     ],
 )
 def test_a_best_that_does_not_compare_any_more_or_is_gone_is_left_and_the_last_step_is_final(
@@ -407,6 +421,9 @@ def test_a_best_that_does_not_compare_any_more_or_is_gone_is_left_and_the_last_s
     config = changed(chosen[0], f"output_dir={run.root}", *filter(None, [override]))
     if override is None:
         remove_folder(run.checkpoint(4))
+    if "damaged" in told:
+        with (run.checkpoint(4) / TRAINED).open("ab") as file:
+            file.write(b"\0")
     monkeypatch.setattr(Observer, "score", scored)
     said = go_on(config, "train.max_forgetting")
     assert any(told in line for line in said) and "the best step" not in said[-1]
