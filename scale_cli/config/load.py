@@ -344,7 +344,9 @@ def parse(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{where}:{mark.line + 1}" if mark else where
-        raise ConfigError(f"{place}: not valid YAML ({error.problem})") from None
+        # Of a pattern of files, and of what a tag or anchor begins like.
+        quotes = "; write it in quotes" if text[:1] in ("*", "&", "!") else ""
+        raise ConfigError(f"{place}: not valid YAML ({error.problem}){quotes}") from None
     except Exception as error:  # PyYAML passes on errors of int(), a regex or a dict
         raise ConfigError(f"{where}: not valid YAML ({one_line(error)})") from None
 

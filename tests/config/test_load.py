@@ -92,6 +92,7 @@ def test_an_override_fills_an_empty_section(section: str) -> None:
         (f"corpus.sources.{'9' * 5000}=x", "not a key or index"),
         ("model.base.sub=x", "'sub' is not a key or index"),
         ("train.lr=[", "not valid YAML"),
+        ("corpus.sources.0.path=*.txt", "; write it in quotes: 'corpus.sources.0.path=\"*.txt\"'"),
     ],
 )
 def test_an_override_that_cannot_be_applied_is_quoted(override: str, named: str) -> None:
