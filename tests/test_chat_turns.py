@@ -68,6 +68,24 @@ def test_words_and_tokens_are_those_of_the_messages(
         assert said == said_tokens(tokenizer, messages)
 
 
+@pytest.mark.parametrize("roles", ["uu", "usu", "au", "ua", "utu"])
+def test_the_words_of_a_conversation_without_turns_are_those_of_its_messages(
+    tokenizer: PreTrainedTokenizerBase, roles: str
+) -> None:
+    tokenizer.chat_template = TEMPLATES["ChatML, a system message of its own"]
+    names = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
+    said = [f"word {number}" for number in range(len(roles))]
+    messages = [
+        {"role": names[role], "content": words} for role, words in zip(roles, said, strict=True)
+    ]
+    ids = conversation_ids(tokenizer, messages)
+    judged = [
+        token for token, counts in zip(ids, said_tokens(tokenizer, messages), strict=True) if counts
+    ]
+    expected = [words for role, words in zip(roles, said, strict=True) if role != "s"]
+    assert "".join(str(tokenizer.decode(judged)).split()) == "".join(expected).replace(" ", "")
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_of_a_prompt_that_is_no_chat_everything_counts(
     tokenizer: PreTrainedTokenizerBase, name: str

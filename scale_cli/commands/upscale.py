@@ -168,7 +168,8 @@ def upscale_is_finished(run: Run) -> bool:
     if differences(upscaled.config, config, UPSCALE_SECTIONS):  # the base has moved
         upscaled.load_base()
         check_tokenizer(run.tokenizer, upscaled.record)
-    if run.folder.final.is_dir() or not (upscaled.path / CORPORA).is_file():
+    has_begun = run.folder.final.is_dir() or run.folder.saved  # training compares the text itself
+    if has_begun or not (upscaled.path / CORPORA).is_file():
         return True
     corpora = open_sources(config, config.corpus.sources, run.tokenizer)
     return read_json(upscaled.path / CORPORA) == [corpus.name for corpus in corpora]

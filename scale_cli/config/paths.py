@@ -9,7 +9,8 @@ from typing import Any
 
 # Keys that name something to read: a path, or often a hub id.
 _READ = {"base", "tokenizer", "path", "folder", "init_from", "model", "dataset"}
-_MADE = "cache_dir"  # if it is not there yet, it is made in the working folder
+_MADE = "cache_dir"
+_OF_A_RUN = "manifest.json"  # of a folder that holds a run's config (storage/atomic.py)
 
 
 def with_absolute_paths(tree: Any, beside: Path) -> Any:
@@ -27,10 +28,15 @@ def with_absolute_paths(tree: Any, beside: Path) -> Any:
         key: _absolute(value, beside) if key in _READ else with_absolute_paths(value, beside)
         for key, value in tree.items()
     }
-    if isinstance(cache := tree.get(_MADE), str) and cache and "\0" not in cache:
-        known = _absolute(cache, beside)
-        found[_MADE] = os.path.abspath(os.path.expanduser(known))  # noqa: PTH100, PTH111
+    if isinstance(cache := tree.get(_MADE), str) and (beside / _OF_A_RUN).is_file():
+        found[_MADE] = _above(cache, beside)
     return found
+
+
+def _above(cache: str, beside: Path) -> str:
+    """Return where a run's cache lies, which its config may name as seen from a folder above the run."""
+    above = (folder / cache for folder in beside.absolute().parents)
+    return next((str(place) for place in above if place.is_dir()), cache)
 
 
 def _absolute(written: Any, beside: Path) -> Any:

@@ -410,7 +410,7 @@ class RunConfig(Section):
 # Keys that say where something lies. Callers that compare its content by hash (base, corpora)
 # ignore them.
 BASE_KEYS = r"model\.(base|revision|tokenizer)"
-LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path(\.\d+)?|revision)"
+LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path(\.\d+)?|dataset|revision)"
 # Of periodic evaluations, by default: they then take a few per cent of the time.
 _TRAINED_FOR_EACH_EVALUATED = 10
 # Keys that change the scores of periodic evaluations.

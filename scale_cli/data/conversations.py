@@ -111,7 +111,7 @@ def said_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[
     A system message that the template writes into a user's turn counts too, as in vLLM.
     """
     text = write_conversation(tokenizer, messages, asks=True)
-    turns = _turns(tokenizer)
+    turns = _turns(tokenizer) if _takes_turns(messages) else None
     spans = turns.spans(text) if turns is not None else _found(messages, text, _marks(tokenizer))
     encoding = encoder_of(tokenizer, conversations=True).encodings([text])[0]
     if not spans:
@@ -119,8 +119,17 @@ def said_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[
     return learned_tokens(text, tuple(spans), encoding.offsets, len(encoding.ids)).tolist()
 
 
+def _takes_turns(messages: Messages) -> bool:
+    """Return whether user and assistant speak in turns, the user first and last, after a system message at most."""
+    roles = [message["role"] for message in messages]
+    talk = roles[roles[:1] == ["system"] :]
+    return talk == [("user", "assistant")[place % 2] for place in range(len(talk))] and (
+        len(talk) % 2 == 1
+    )
+
+
 def _found(messages: Messages, text: str, marks: re.Pattern[str]) -> list[tuple[int, int]]:
-    """Return where a conversation has the messages, of a template whose turns have no marks."""
+    """Return where a conversation has the messages, whatever turns it has."""
     spans = list[tuple[int, int]]()
     end = 0
     for message in messages:

@@ -208,11 +208,12 @@ def trained_on(
     return found
 
 
-def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
-    for before, corpus in zip(read_json(folder / CORPORA), corpora, strict=True):
-        if before != corpus.folder.name:
+def check_same_text(folder: Path, names: Sequence[str]) -> None:
+    """Refuse text of other names, which hash it, than a state was trained on."""
+    for before, now in zip(read_json(folder / CORPORA), names, strict=True):
+        if before != now:
             raise RunFolderError(
-                f"{folder}: the training text has changed: {before} -> {corpus.folder.name} (source and hash); restore "
+                f"{folder}: the training text has changed: {before} -> {now} (source and hash); restore "
                 "the text, or start anew in another output_dir"
             )
 

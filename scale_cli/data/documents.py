@@ -179,4 +179,6 @@ def _opening(conversation: str, write: Callable[..., str]) -> str:
     """Return what stands before the assistant's words where it speaks first; templates refuse to write that alone."""
     asked = [{"role": "user", "content": "?"}]
     to_answer = write(asked, asks=True).removeprefix(write(asked))
+    if not to_answer:
+        raise ValueError("the template does not ask for an answer")
     return conversation[: conversation.index(to_answer) + len(to_answer)]

@@ -263,7 +263,7 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
     csv.field_size_limit(sys.maxsize)  # _CsvLines bounds what is held
     lines = _CsvLines(stream, max(2 * limit, _SKIPPED_AT_ONCE))
     written = iter(lines)
-    rows = csv.reader(written, strict=True)
+    rows = csv.reader(written)
     header: list[str] = []
     number = 0
     while True:
@@ -288,13 +288,15 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
             if spaced and not source.text_field.startswith(" "):
                 (row,) = csv.reader([",".join(row)], skipinitialspace=True)
                 header = [name.strip() for name in row]
-                rows = csv.reader(written, skipinitialspace=True, strict=True)
+                rows = csv.reader(written, skipinitialspace=True)
             _check_column(header, source)
             continue
 
         if lines.is_cut:
             found = Reason.TOO_LARGE
-        elif len(row) != len(header):
+        elif lines.is_at_end or len(row) != len(
+            header
+        ):  # the row asked for another line: it ends within quotes
             found = Reason.NOT_CSV
         elif found is None:
             value = row[header.index(source.text_field)]
@@ -320,6 +322,7 @@ class _CsvLines:
     limit: int
     num_bytes: int = 0  # of the row so far: whoever reads rows sets it back
     is_cut: bool = False
+    is_at_end: bool = False
 
     def __iter__(self) -> Iterator[str]:
         line = b""
@@ -337,6 +340,7 @@ class _CsvLines:
                 line = b""
         if line:
             yield line.decode(errors="surrogateescape")
+        self.is_at_end = True
 
 
 def _read_parquet(stream: IO[bytes], source: TextSource, _limit: int) -> Iterator[Item]:

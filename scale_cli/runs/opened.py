@@ -41,7 +41,7 @@ from scale_cli.config.schema import (
     differences,
 )
 from scale_cli.config.sources import TextSource
-from scale_cli.data.corpora import cache_of, check_sample
+from scale_cli.data.corpora import cache_of, check_same_text, check_sample
 from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
@@ -139,7 +139,13 @@ class Run:
 
     def open_trained(self, path: Path) -> MethodFolder:
         """Open `final/`, or a checkpoint as if the run ended with it."""
-        MethodFolder(path, self).check_same_run(TRAIN_SECTIONS, LOCATION_KEYS)
+        folder = MethodFolder(path, self)
+        if any(
+            of.startswith("corpus.") for of in folder.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS)
+        ):
+            cache = cache_of(self.config, folder.tokenizer)
+            names = [cache.name_of(source) for source in self.config.corpus.sources]
+            check_same_text(path, names)
         self.check(self.config.evaluation.perplexity)
         return open_folder(path, self)
 

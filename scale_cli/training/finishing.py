@@ -37,7 +37,8 @@ def put_back_best(run: TrainingRun, log: Log) -> TrainState:
         log(
             f"warning: {kept.path}: the best checkpoint is damaged; final/ has the last step's weights"
         )
-        return replace(run.state, best=None)
+        run.state = replace(run.state, best=None)
+        return run.state
     state = load_checkpoint(kept, run.model, run.optimiser, run.hooks)
     # A signal may have saved it before it was evaluated.
     return replace(state, best=best, evaluation_due=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -36,7 +37,7 @@ from scale_cli.errors import (
 from scale_cli.heap import hand_back_large_tensors
 from scale_cli.methods.recipes import Training, make_hooks
 from scale_cli.model.heads import ModelPair, Streams, beside_new_tokens
-from scale_cli.processes import gathered, main_first, on_main, share
+from scale_cli.processes import gathered, main_decides, main_first, on_main, share
 from scale_cli.runs.method_folder import load_trained
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.runs.precision import slow_while_training, slower_than_here
@@ -118,7 +119,8 @@ def finished_state(run: Run, accepted: Collection[str], log: Log) -> TrainState 
     final.check_base()
     if final.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         final.load_to_train()  # compares a base that has moved with the recorded hashes
-        check_same_text(final.path, open_sources(config, config.corpus.sources, final.tokenizer))
+        corpora = open_sources(config, config.corpus.sources, final.tokenizer)
+        check_same_text(final.path, [corpus.name for corpus in corpora])
     log(f"done already   {final.path}")
     return TrainState.load(final.path)
 
@@ -158,8 +160,8 @@ def open_training(
     texts = _open_text(start, accelerator, log)
     if resumed_from is not None:
         _check_goes_on(resumed_from, texts)
-    elif (start.path / CORPORA).is_file():
-        check_same_text(start.path, texts.corpora)
+    else:
+        _check_made_for(start.path, texts.corpora)
     initialised_from = init_from(run) if resumed_from is None else None
 
     model, untouched = _open_model(start, resumed_from, initialised_from)
@@ -228,9 +230,18 @@ def _prepare(model: MethodModel, config: RunConfig, accelerator: Accelerator) ->
     return accelerator.prepare(for_training(model.to(accelerator.device), settings))
 
 
+def _check_made_for(upscaled: Path, corpora: Sequence[TokenisedCorpus]) -> None:
+    """Refuse a start that other text has decided."""
+    names = [corpus.name for corpus in corpora]
+    if (upscaled / CORPORA).is_file() and read_json(upscaled / CORPORA) != names:
+        raise RunFolderError(
+            f"{upscaled}: was made for another training text; run `scale upscale` again"
+        )
+
+
 def _check_goes_on(resumed_from: MethodFolder, texts: Texts) -> None:
     """Refuse a checkpoint of other text, of the same text in other windows, or whose rate is not to be found now."""
-    check_same_text(resumed_from.path, texts.corpora)
+    check_same_text(resumed_from.path, [corpus.name for corpus in texts.corpora])
     state = TrainState.load(resumed_from.path)
     if resumed_from.run.config.train.lr == "auto" and state.lr is None:
         raise ConfigError(
@@ -361,12 +372,12 @@ def _without_stale_best(
     best = run.folder.checkpoint(state.best.step)
     if not best.is_dir():
         reason = "is missing"
-    elif not is_whole(best):
-        reason = "is damaged"
     elif changed := scored_otherwise(resumed_from.config, run.config):
         reason = f"was scored with other settings ({', '.join(changed)})"
     elif state.best.texts != [corpus.name for corpus in held_out]:
         reason = "was scored on other held-out text"
+    elif not main_decides(lambda: is_whole(best)):
+        reason = "is damaged"
     else:
         return state
     log(

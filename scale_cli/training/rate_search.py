@@ -135,7 +135,7 @@ def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRa
             train=sized.train,
             read=read,
             judged=judged,
-            hooks=make_hooks(training),
+            make_hooks=partial(make_hooks, training),
             on_judged=bar.update,
         )
         return search.from_rate(first, highest=method.highest_lr(config.method.settings))
@@ -220,7 +220,7 @@ class RateSearch:
     train: TrainConfig
     read: Sequence[StepBatches]  # this process's part of what gives the gradients; one: no branches
     judged: StepBatches  # of what judges
-    hooks: Sequence[Hook] = ()  # that run around a run's updates
+    make_hooks: Callable[[], Sequence[Hook]] = tuple  # those that run around a run's updates
     on_judged: Callable[[], object] = lambda: None  # after each rate that was tried
 
     def from_rate(self, first: float, highest: float = math.inf) -> FoundRate:
@@ -256,7 +256,8 @@ class RateSearch:
     def _by_one_update(self, first: float, start: _Start) -> FoundRate:
         losses = {0.0: self.judged_loss()}
         try:
-            self._update(self.read[:1], {"lr": first, "schedule": "constant", "warmup_steps": 0})
+            whole = {"lr": first, "schedule": "constant", "warmup_steps": 0, "on_nonfinite": "stop"}
+            self._update(self.read[:1], whole)
         except NonFiniteError:
             return FoundRate(first, losses, why_own="the first gradient is not finite")
         updates = start.updates()
@@ -298,6 +299,7 @@ class RateSearch:
         """
         train = self.train.model_copy(update=settings)
         optimiser = build_optimiser(self.model, train)
+        hooks = self.make_hooks()
         is_scaled = train.mixed_precision == "fp16"
         scaler = GradScaler(self.accelerator.device.type, enabled=is_scaled)
         for batch in read:
@@ -308,7 +310,7 @@ class RateSearch:
                 optimiser,
                 batch,
                 train,
-                hooks=self.hooks,
+                hooks=hooks,
                 scaler=scaler,
             )
             while (taken := update()).overflowed:

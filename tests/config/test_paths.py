@@ -48,16 +48,19 @@ def test_what_is_read_is_found_from_the_working_folder_or_beside_the_config(here
     }
 
 
-def test_a_cache_is_looked_for_like_what_is_read_and_made_in_the_working_folder(here: Path) -> None:
-    for written, expected in (
-        ("data", "work [1]/data"),
-        ("texts", "mine/texts"),
-        ("new/tokens", "work [1]/new/tokens"),
-        ("/tokens", "/tokens"),
-    ):
-        found = with_absolute_paths({"cache_dir": written}, here / "mine")
-        assert found == {"cache_dir": str(here / expected)}
-    assert with_absolute_paths({"cache_dir": None}, here) == {"cache_dir": None}
+def test_a_runs_cache_is_found_from_any_folder_and_any_other_stays_as_it_is_written(
+    here: Path,
+) -> None:
+    final = here / "mine" / "runs" / "one" / "final"
+    final.mkdir(parents=True)
+    (here / "mine" / "runs" / "tokens").mkdir()
+    written = {"cache_dir": "runs/tokens"}
+    assert with_absolute_paths(written, final) == written
+    (final / "manifest.json").touch()
+    found = with_absolute_paths(written, final)
+    assert found == {"cache_dir": str(here / "mine" / "runs" / "tokens")}
+    for other in ({"cache_dir": "runs/gone"}, {"cache_dir": None}, {"cache_dir": str(here)}):
+        assert with_absolute_paths(other, final) == other
 
 
 def test_a_pattern_stays_one_though_the_folder_above_it_looks_like_one(here: Path) -> None:

@@ -148,6 +148,9 @@ def test_a_conversation_that_the_assistant_begins_is_learned_from_its_first_word
     assert isinstance(record, Document) and record.learned is not None
     learned = [record.text[start:end] for start, end in record.learned]
     assert learned == ["Hello there.<|im_end|>\n", "b<|im_end|>\n"][:turns]
+    never_asks = "A preamble.{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    (record,) = CorpusReader(source, 10_000, with_template(tokenizer, never_asks))
+    assert isinstance(record, Rejected)
 
 
 def test_a_template_that_writes_todays_date_writes_the_same_text_tomorrow(

@@ -320,6 +320,7 @@ def test_a_table_whose_lines_end_in_cr_alone_or_that_is_cut_in_quotes_is_not_tak
     file = write("b.csv", 'text\none\n"two\nthree\n')
     assert kept(records(file)) == ["one"]
     assert dropped(records(file)) == [(Reason.NOT_CSV, f"{file}: row 3")]
+    assert read(write("c.csv", 'id,text\n1,"Hello" she said.\n2,"x"')) == ["Hello she said.", "x"]
 
 
 def test_a_table_loses_its_bad_rows_alone(write: Write) -> None:

@@ -1,5 +1,6 @@
 """A run goes on as what it was begun as: what differs is named, with what can be done."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -163,8 +164,12 @@ def test_what_was_made_for_another_text_is_made_again_and_not_trained(
         shutil.rmtree(folder / "run" / part)
     other = make(f"corpus.sources.0.path={folder / 'other.txt'}")
     assert upscale_is_finished(Run(make())) and not upscale_is_finished(Run(other))
-    with pytest.raises(RunFolderError, match=r"upscaled: the training text has changed"):
+    with pytest.raises(RunFolderError, match=r"upscaled: was made for another training text; run"):
         train(other, None, print)
+    more = [source.model_dump(mode="json") for source in make().corpus.sources]
+    more.append(more[0] | {"name": "more"})
+    with pytest.raises(RunFolderError, match=r"upscaled: was made for another training text; run"):
+        train(make(f"corpus.sources={json.dumps(more)}"), None, print)
     upscale(other)
     train(other, None, print)
 

@@ -393,6 +393,7 @@ def test_a_best_that_is_damaged_while_a_run_trains_leaves_it_its_last_step(
     assert any(
         "the best checkpoint is damaged; final/ has the last step's" in line for line in said
     )
+    assert "the best step" not in said[-1]
     assert TrainState.load(run.final).step == 9
 
 

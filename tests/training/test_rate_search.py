@@ -388,7 +388,7 @@ def test_the_update_that_is_judged_is_the_one_that_a_runs_hooks_make(
                 parameter.grad = None
 
     finished(make_config("run", "method={variant: full}", "train.lr=auto", "train.max_steps=1"))
-    still = replace(searches[0], hooks=[NoGradient()]).from_rate(1e-4)
+    still = replace(searches[0], make_hooks=lambda: [NoGradient()]).from_rate(1e-4)
     assert len(set(still.losses.values())) == 1
 
 
@@ -396,7 +396,25 @@ def test_the_update_that_is_judged_is_the_one_that_a_runs_hooks_make(
 def test_a_run_that_compiles_finds_the_rate_of_one_that_does_not(
     make_config: MakeConfig, shared_data: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
-    monkeypatch.setattr(objective, "compiled", lambda forward: forward)
+    searching = []
+    found = RateSearch.from_rate
+
+    def from_rate(search: RateSearch, *args: Any, **options: Any) -> FoundRate:
+        searching.append(True)
+        try:
+            return found(search, *args, **options)
+        finally:
+            searching.clear()
+
+    def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            assert not searching, "batches of another shape would be compiled too"
+            return forward(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(RateSearch, "from_rate", from_rate)
+    monkeypatch.setattr(objective, "compiled", compiled)
     known = shared_data / "en-tinystories" / "tinystories_val.txt"
     source = f"{{name: known, path: {known}, language: en, max_documents: 60}}"
     lines = []
