@@ -15,7 +15,7 @@ from scale_cli.config.schema import (
 from scale_cli.config.sources import CORPORA
 from scale_cli.data.corpora import open_sources, text_to_learn, training_sources
 from scale_cli.errors import RunFolderError
-from scale_cli.export.dense import WIDENED
+from scale_cli.export.dense import WIDENED, WIDENED_KEY
 from scale_cli.export.sizes import served_size
 from scale_cli.processes import device, move_to_device
 from scale_cli.runs.folder import folder_bytes
@@ -72,6 +72,12 @@ def _upscale(run: Run) -> MethodFolder:
     run.check(training_sources(config))
     for warning in slow_while_training(config, device().type):
         log(f"warning: {warning}")
+    if getattr(run.base_config, WIDENED_KEY, False):
+        log(
+            f"warning: model.base: {config.model.base} is the plain export of a widened model: some of its rows are "
+            "stored small, so training changes it badly or hardly; start from the base of that run, with a corpus "
+            "of both texts (docs/after-training.md)"
+        )
     of_base = run.base_tokenizer
     tokenizer = run.make_tokenizer()
     if run.grown_vocabulary is not None and (note := run.grown_vocabulary.note):

@@ -60,6 +60,8 @@ class StreamScales:
     expansion: float
 
 
+# Says in config.json that some rows of a plain model are stored small.
+WIDENED_KEY = "scale_widened"
 SAME_SCALES = StreamScales(1.0, 1.0)
 # Sizes that an expansion adds to, in the order of reports.
 WIDENED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -150,6 +152,8 @@ def dense_config(model: ScaleForCausalLM, scales: StreamScales) -> PreTrainedCon
         "rms_norm_eps": _eps_growth(model, scales) * base["rms_norm_eps"],
         "tie_word_embeddings": False,
         "vocab_size": model.config.vocab_size,
+        # Whoever trains it further has to know (docs/after-training.md).
+        WIDENED_KEY: True,
     }
     return AutoConfig.for_model(base.pop("model_type"), **base)
 

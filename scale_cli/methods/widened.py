@@ -34,19 +34,19 @@ class ExpansionConfig(Section):
     ratio: float = Field(
         default=0.25,
         gt=0.0,
-        le=4.0,
+        le=1.0,
         description="added width, relative to the base; heads are rounded to whole key/value heads",
     )
     hidden_ratio: float | None = Field(
         default=None,
         gt=0.0,
-        le=4.0,
+        le=1.0,
         description="added width of the stream; rounded so that all heads divide it; null: `ratio`",
     )
     mlp_ratio: float | None = Field(
         default=None,
         gt=0.0,
-        le=4.0,
+        le=1.0,
         description="added width of the MLP; null: `ratio`",
     )
 
@@ -264,6 +264,11 @@ def added_sizes(base: Any, expansion: ExpansionConfig) -> AddedSizes:
     num_all_heads = base.num_attention_heads + num_heads
     num_channels = (1 + (expansion.hidden_ratio or expansion.ratio)) * base.hidden_size
     multiples = max(round(num_channels / num_all_heads), base.hidden_size // num_all_heads + 1)
+    # Channels beyond the base's would start as nothing that a gradient reaches.
+    while multiples * num_all_heads > 2 * base.hidden_size and (
+        (multiples - 1) * num_all_heads > base.hidden_size
+    ):
+        multiples -= 1
     of_mlp = (expansion.mlp_ratio or expansion.ratio) * base.intermediate_size
     return AddedSizes(
         hidden_size=multiples * num_all_heads - base.hidden_size,

@@ -47,7 +47,7 @@ from scale_cli.training.checkpoint import branch_point_at, init_from, load_check
 from scale_cli.training.metrics_log import MetricsLog
 from scale_cli.training.objective import for_training, settings_on
 from scale_cli.training.observing import Observer
-from scale_cli.training.optimiser import build_optimiser
+from scale_cli.training.optimiser import build_optimiser, kinds_of_parameters
 from scale_cli.training.rate_search import find_rate
 from scale_cli.training.records import BranchPoint, TrainState
 from scale_cli.training.sharding import (
@@ -167,6 +167,10 @@ def open_training(
     model, untouched = _open_model(start, resumed_from, initialised_from)
     wrapped = _prepare(model, config, accelerator)
     optimiser = build_optimiser(model, config.train)  # it keeps nothing before the first step
+    for kind in _without_tensors(model, config.train):
+        log(
+            f"warning: train.lr_multipliers.{kind}: has no effect, since nothing of that kind trains"
+        )
     training = Training(
         config=config, model=model, wrapped=wrapped, accelerator=accelerator, batches=texts.batches
     )
@@ -219,6 +223,12 @@ def open_training(
         branch_point=position.branch_point,
         saved_step=position.saved_step,
     )
+
+
+def _without_tensors(model: MethodModel, train: TrainConfig) -> list[str]:
+    """Return the kinds of tensors whose rate the config sets and of which the model trains none."""
+    given = train.lr_multipliers.model_dump(exclude_none=True)
+    return sorted(given.keys() - set(kinds_of_parameters(model).values()))
 
 
 def _prepare(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> Any:

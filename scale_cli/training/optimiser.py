@@ -281,7 +281,7 @@ def kinds_of_parameters(model: nn.Module) -> dict[str, TensorKind]:
 
     kinds: dict[str, TensorKind] = {}
     for name, parameter in trainable_parameters(model).items():
-        if id(parameter) in embeddings:
+        if id(parameter) in embeddings or "lora_embedding_" in name:
             kinds[name] = "embedding"
         elif parameter.ndim < 2:
             kinds[name] = "gains"

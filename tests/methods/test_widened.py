@@ -35,7 +35,7 @@ def llama_configs(draw: st.DrawFn) -> LlamaConfig:
 
 
 @unhurried
-@given(llama_configs(), st.floats(0.01, 4.0))
+@given(llama_configs(), st.floats(0.01, 1.0))
 def test_whole_heads_are_added_at_the_bases_own_ratio(base: LlamaConfig, ratio: float) -> None:
     planned = plan_expansion(base, MethodConfig(expansion=ExpansionConfig(ratio=ratio)))
     num_added = planned.expansion_num_key_value_heads
@@ -45,7 +45,7 @@ def test_whole_heads_are_added_at_the_bases_own_ratio(base: LlamaConfig, ratio: 
     assert abs(num_added - ratio * num_base) <= 0.5 or num_added == 1, "the nearest number of heads"
 
 
-ratios = st.floats(0.01, 4.0)
+ratios = st.floats(0.01, 1.0)
 own_sizes = st.builds(
     ExpansionConfig, ratio=ratios, hidden_ratio=st.none() | ratios, mlp_ratio=st.none() | ratios
 )
@@ -60,7 +60,11 @@ def test_the_widened_sizes_are_those_of_a_valid_llama_as_near_to_what_was_asked_
     num_heads = base.num_attention_heads + planned.expansion_num_attention_heads
     if expansion.hidden_ratio is not None:
         missed = abs(planned.expansion_hidden_size - expansion.hidden_ratio * base.hidden_size)
-        assert 2 * missed <= num_heads or 0 < planned.expansion_hidden_size <= num_heads
+        is_nearest = 2 * missed <= num_heads
+        # Of more channels than the base's some would never train.
+        is_below = planned.expansion_hidden_size > base.hidden_size - num_heads
+        assert is_nearest or is_below or 0 < planned.expansion_hidden_size <= num_heads
+    assert planned.expansion_hidden_size <= max(base.hidden_size, num_heads)
     if expansion.mlp_ratio is not None:
         wanted = expansion.mlp_ratio * base.intermediate_size
         missed = abs(planned.expansion_intermediate_size - wanted)

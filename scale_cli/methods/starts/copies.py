@@ -132,8 +132,6 @@ def _copied_channels(base_layer: Any, count: int) -> Tensor:
 
 
 def _largest(sizes: Tensor, count: int, left_out: int = 0) -> Tensor:
-    """Return the places of the largest sizes up to `count`; if there are fewer, all again and
-    again.
-    """
-    order = sizes.argsort(descending=True, stable=True)
-    return order.repeat(-(-count // len(order)))[left_out:count].sort().values
+    """Return the places of the largest sizes up to `count`, without the very largest."""
+    assert count <= len(sizes), "two copies of one would stay the same"
+    return sizes.argsort(descending=True, stable=True)[left_out:count].sort().values
