@@ -86,11 +86,11 @@ def test_what_is_not_there_and_what_is_rarely_meant_is_warned_of(tmp_path: Path)
     ("asked", "told"),
     [
         (
-            ["method={variant: lora, expansion: {ratio: 2}, collaboration: {layers: all}}"],
+            ["method={variant: lora, expansion: {ratio: 0.5}, collaboration: {layers: all}}"],
             ["method.collaboration", "method.expansion"],
         ),
         (["method={variant: lora, lora: {rank: 8}}"], []),
-        (["method={variant: route, lora: {rank: 8}, expansion: {ratio: 2}}"], ["method.lora"]),
+        (["method={variant: route, lora: {rank: 8}, expansion: {ratio: 0.5}}"], ["method.lora"]),
         (["train.eval_max_tokens=100", "train.eval_every_steps=null"], ["train.eval_max_tokens"]),
         (["corpus.sources.0.split=validation"], ["news: split"]),
     ],
