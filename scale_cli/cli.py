@@ -305,7 +305,7 @@ def evaluate(
         from scale_cli.starter.measured import measured
 
         checked = measured(config, base, texts, output, overrides or [], fail_above)
-    elif base or output:
+    elif base or output or (config / "adapter_config.json").is_file():
         raise UsageError("--corpus, --retention: give at least one text to measure on")
     else:
         verb = "evaluate a checkpoint" if checkpoint else "evaluate"
@@ -349,7 +349,8 @@ def export(
     checked = load(config, [*(overrides or ()), *asked], "export")
     from scale_cli.commands.export import export_all
 
-    print_json(on_main(lambda: export_all(checked, push_to_hub, dry_run=dry_run)))
+    for exported in on_main(lambda: export_all(checked, push_to_hub, dry_run=dry_run)) or ():
+        print_json(exported)
 
 
 @app.command()

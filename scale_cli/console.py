@@ -80,7 +80,10 @@ def read(path: Path, overrides: Sequence[str] | None) -> RunConfig:
     from scale_cli.runs.folder import RunFolder, of_checkpoint
 
     if path.is_dir():  # a run's own config, or a checkpoint's; the run may have moved
-        run = of_checkpoint(path) or RunFolder(path)
+        run = of_checkpoint(path)
+        if run is None:
+            run = RunFolder(path)
+            run.check_is_whole()
         overrides = [f"output_dir={json.dumps(str(run.root))}", *(overrides or ())]
         path = RunFolder(path).config
     config = load_config(path, overrides or ())

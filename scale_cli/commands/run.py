@@ -17,6 +17,7 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.export.formats import formats_of
 from scale_cli.export.records import ExportRecord
+from scale_cli.export.served_folder import exports
 from scale_cli.heap import hand_back_large_tensors, keep_freed_memory
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.report import quantity
@@ -129,5 +130,6 @@ def _export(run: Run) -> None:
     ways = [f"scale generate {folder} --prompt '...' --temperature 0.8"]
     if run.base_tokenizer.chat_template:
         ways.append(f"scale generate {folder} --chat --prompt '...'")
-    ways.append(f"scale serve {folder}")
+    several = len(exports(run.folder.root)) > 1
+    ways.append(f"scale serve {shlex.quote(str(formats[0].folder)) if several else folder}")
     log(f"next           {'; '.join(ways)}")

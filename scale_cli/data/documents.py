@@ -36,6 +36,7 @@ from scale_cli.errors import one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_REASONS = 100
 _DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
 
 
@@ -73,9 +74,12 @@ class CorpusReader:
         # reads.
         most = self.source.max_documents
         kept = dropped = 0
+        skipped: list[Rejected] = []  # the reasons of a source that has no document at all
         for record in records:
             if self.ledger.num_skipped < self.source.skip_documents:
                 self.ledger.num_skipped += isinstance(record, Document)
+                if isinstance(record, Rejected) and len(skipped) < _REASONS:
+                    skipped.append(record)
                 if not (isinstance(record, Rejected) and record.reason is Reason.DAMAGED_FILE):
                     continue  # but the documents that a damaged file has lost cannot be counted
             kept += isinstance(record, Document)
@@ -87,6 +91,9 @@ class CorpusReader:
             # So many bad records are no corpus, and a hub dataset may be endless.
             if most is not None and (kept == most or dropped > most):
                 return
+        if not self.ledger.num_skipped:
+            for bad in skipped:
+                self.ledger.enter(bad)
 
     def _from_files(self) -> Iterator[Record]:
         for file in self.files:
@@ -102,6 +109,9 @@ class CorpusReader:
                     for where, found, num_bytes in items:
                         yield judge(found, f"{file}{where}", num_bytes, self._limit)
             except _DAMAGED as error:
+                self._raw = (
+                    None  # it is closed, and whoever takes the record may ask for the position
+                )
                 told = one_line(error)
                 if file.compression == ".zst" and "too much memory" in told:
                     told += (

@@ -42,7 +42,7 @@ _REMEDIES = {
     Reason.JSON_LIST.value: " (name the file .json)",
     Reason.TOO_LARGE.value: " (corpus.max_document_bytes is the limit)",
     Reason.NOT_UTF8.value: " (text is read as UTF-8; convert it first, with the encoding that it has: "
-    "`iconv -f CP949 -t UTF-8 OLD > NEW`)",
+    "such as CP949 or UTF-16: `iconv -f CP949 -t UTF-8 OLD > NEW`)",
 }
 
 

@@ -72,7 +72,7 @@ def measure_device(
             times = min(max(num_cores - load, 1.0), num_threads)
             origin += (
                 f". Other work (load {load:.1f}) slows this machine down: the run is faster without it; "
-                "end it, and plan again"
+                "plan again when it has ended"
             )
 
     small = small_config(base_config)

@@ -62,6 +62,15 @@ class RunFolder:
             f"{self.root}: is a folder, but not that of a run; give a config (YAML), or the folder of a run"
         )
 
+    def check_is_whole(self) -> None:
+        """Raise RunFolderError if this is `final/` or an export, in which a run would make another one."""
+        if not (self.root / MANIFEST).is_file():
+            return
+        above = self.root.absolute().parents[:2]
+        runs = [folder for folder in above if (folder / self.upscaled.name).is_dir()]
+        whole = f"; give the run, {runs[0]}" if runs else ""
+        raise RunFolderError(f"{self.root}: is a part of a run, and no run itself{whole}")
+
     def check_upscaled(self) -> None:
         """Raise RunFolderError if `scale upscale` has not written `upscaled/`."""
         if not self.upscaled.is_dir():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from scale_cli.data.batches import Batches
 from scale_cli.data.corpora import (
     WINDOWS,
     build_batches,
+    cache_of,
     check_same_text,
     corpus_warnings,
     held_out_in_cache,
@@ -121,8 +122,25 @@ def finished_state(run: Run, accepted: Collection[str], log: Log) -> TrainState 
         final.load_to_train()  # compares a base that has moved with the recorded hashes
         corpora = open_sources(config, config.corpus.sources, final.tokenizer)
         check_same_text(final.path, [corpus.name for corpus in corpora])
+    elif other := _other_text(final):
+        log(
+            f"warning: {final.path}: the training text of {other} has changed since; to train on it, choose another "
+            "output_dir"
+        )
     log(f"done already   {final.path}")
     return TrainState.load(final.path)
+
+
+def _other_text(final: MethodFolder) -> str:
+    """Return the sources whose text is another now than a finished run read; text that is gone is none."""
+    config = final.run.config
+    cache = cache_of(config, final.tokenizer)
+    changed = []
+    for source, before in zip(config.corpus.sources, read_json(final.path / CORPORA), strict=True):
+        with suppress(CorpusError):
+            if source.is_local and cache.name_of(source) != before:
+                changed.append(source.name)
+    return ", ".join(changed)
 
 
 @dataclass(frozen=True)

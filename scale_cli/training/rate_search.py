@@ -74,8 +74,8 @@ class FoundRate:
         highest = ", the highest that the method takes" if self.is_highest else ""
         updates = "one update" if self.num_updates == 1 else f"{self.num_updates} updates"
         return (
-            f"{self.lr:g}{highest}, by {updates} at each of some rates (loss of text that is not read for them: "
-            f"{tried})"
+            f"{self.lr:g}{highest}, by {updates} at each of the rates around it (loss of text that is not read for "
+            f"them: {tried})"
         )
 
     def at_most(self, highest: float) -> FoundRate:

@@ -160,6 +160,27 @@ def test_a_run_that_made_what_it_was_to_learn_worse_warns_once_says_it_last_and_
     assert not read_json(run.evaluation / "report.json")["searched_training_text"]
 
 
+def test_a_part_of_a_run_is_no_run_and_the_whole_is_named(
+    finished: RunConfig, scale: Scale
+) -> None:
+    for part in ("final", "export/plain"):
+        for verb in ("run", "evaluate", "plan"):
+            told = scale(verb, finished.output_dir / part).error()
+            assert (
+                f"is a part of a run, and no run itself; give the run, {finished.output_dir}"
+                in told
+            )
+    assert not (finished.output_dir / "final" / "upscaled").exists()
+
+
+def test_the_next_step_of_a_run_with_several_exports_names_one(
+    finished: RunConfig, of_config: Scale
+) -> None:
+    assert f"scale serve {finished.output_dir}\n" in of_config("run").stdout
+    done = of_config("run", "export.dtype=bfloat16")
+    assert f"scale serve {finished.output_dir / 'export' / 'plain-bfloat16'}\n" in done.stdout
+
+
 def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says(
     finished: RunConfig, of_config: Scale
 ) -> None:

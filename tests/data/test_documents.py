@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.files import check_source
-from scale_cli.data.ledger import Reason, Rejected
+from scale_cli.data.ledger import Reason, Rejected, check_has_text
 from scale_cli.errors import CorpusError
 from tests.command_line import refused
 from tests.data.corpus_files import (
@@ -321,6 +321,23 @@ def test_a_table_whose_lines_end_in_cr_alone_or_that_is_cut_in_quotes_is_not_tak
     assert kept(records(file)) == ["one"]
     assert dropped(records(file)) == [(Reason.NOT_CSV, f"{file}: row 3")]
     assert read(write("c.csv", 'id,text\n1,"Hello" she said.\n2,"x"')) == ["Hello she said.", "x"]
+
+
+def test_a_file_without_the_column_is_named_while_its_position_is_asked_for(write: Write) -> None:
+    reader = CorpusReader(source_of(write("a.csv", "id,body\n1,x\n")), LIMIT)
+    for record in reader:
+        assert isinstance(record, Rejected) and "needs exactly one column 'text'" in record.place
+        assert reader.position_bytes >= 0
+
+
+def test_what_is_wrong_with_a_source_is_told_though_its_first_documents_are_skipped(
+    write: Write,
+) -> None:
+    source = source_of(write("a.jsonl", '{"body": "x"}\n' * 3), skip_documents=9)
+    reader = CorpusReader(source, LIMIT)
+    assert list(reader) == []
+    with pytest.raises(CorpusError, match="it has body"):
+        check_has_text(source, reader.ledger)
 
 
 def test_a_table_loses_its_bad_rows_alone(write: Write) -> None:

@@ -174,6 +174,20 @@ def test_what_was_made_for_another_text_is_made_again_and_not_trained(
     train(other, None, print)
 
 
+def test_a_finished_run_whose_text_has_changed_since_says_so(make: Make, begun_once: Path) -> None:
+    text = begun_once / "news.txt"
+    before = text.read_text()
+    told = "the training text of news has changed since"
+    assert not any(told in line for line in go_on(make()))
+    try:
+        text.write_text(before + "\n\nMore of it.\n")
+        assert any(told in line for line in go_on(make()))
+        text.unlink()
+        assert not any(told in line for line in go_on(make()))
+    finally:
+        text.write_text(before)
+
+
 def test_a_relative_path_whose_target_is_gone_is_the_one_that_was_recorded(make: Make) -> None:
     recorded = make("train.init_from=/gone/runs/trunk/final")
     for written, changes in (("runs/trunk/final", 0), ("runs/other/final", 1), ("/x/final", 1)):
