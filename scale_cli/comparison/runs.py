@@ -108,7 +108,9 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
     corpora = "runs must be evaluated on the same corpora"
     names = [{corpus.name for corpus in run.report.corpora} for run in (first, other)]
     for name in sorted(names[0] ^ names[1]):
-        raise RunFolderError(f"{corpora}: only one of {both} has {name}")
+        raise RunFolderError(
+            f"{corpora}: only one of {both} has {name}; they are matched by name (evaluation.perplexity.0.name=...)"
+        )
     for before in first.report.corpora:
         now = other.report.corpus(before.name)
         for key in ("language", "role", "num_documents", "num_bytes", "num_base_tokens"):
