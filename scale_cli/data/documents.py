@@ -74,13 +74,13 @@ class CorpusReader:
         # reads.
         most = self.source.max_documents
         kept = dropped = 0
-        skipped: list[Rejected] = []  # the reasons of a source that has no document at all
+        skipped: list[Rejected] = []  # which are entered where a source has no document at all
         for record in records:
             if self.ledger.num_skipped < self.source.skip_documents:
                 self.ledger.num_skipped += isinstance(record, Document)
-                if isinstance(record, Rejected) and len(skipped) < _REASONS:
-                    skipped.append(record)
                 if not (isinstance(record, Rejected) and record.reason is Reason.DAMAGED_FILE):
+                    if isinstance(record, Rejected) and len(skipped) < _REASONS:
+                        skipped.append(record)
                     continue  # but the documents that a damaged file has lost cannot be counted
             kept += isinstance(record, Document)
             dropped += isinstance(record, Rejected)
@@ -94,6 +94,7 @@ class CorpusReader:
         if not self.ledger.num_skipped:
             for bad in skipped:
                 self.ledger.enter(bad)
+                yield bad
 
     def _from_files(self) -> Iterator[Record]:
         for file in self.files:

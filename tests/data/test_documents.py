@@ -335,7 +335,7 @@ def test_what_is_wrong_with_a_source_is_told_though_its_first_documents_are_skip
 ) -> None:
     source = source_of(write("a.jsonl", '{"body": "x"}\n' * 3), skip_documents=9)
     reader = CorpusReader(source, LIMIT)
-    assert list(reader) == []
+    assert len(list(reader)) == reader.ledger.read.documents == 3
     with pytest.raises(CorpusError, match="it has body"):
         check_has_text(source, reader.ledger)
 

@@ -130,8 +130,10 @@ LINES = {
 
 def read_of(lines: list[bytes], skip_documents: int, max_documents: int | None) -> list[bytes]:
     """The lines behind those passed over, up to the last that a limit on documents lets be kept, or
-    drops too many.
+    drops too many; all of a source that has no document.
     """
+    if all(LINES[line] is not None for line in lines) and skip_documents:
+        return lines
     read: list[bytes] = []
     for line in lines:
         is_kept = LINES[line] is None
