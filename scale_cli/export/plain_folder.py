@@ -28,6 +28,7 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, one_line
 from scale_cli.evaluation.around_generate import ends_of
+from scale_cli.export.dense import WIDENED_KEY
 from scale_cli.export.served_folder import holds_base, routed_name
 from scale_cli.methods.stream_kinds import ROUTER
 from scale_cli.model import cache_scale, routed_scale, routing
@@ -134,6 +135,7 @@ _MORE_TEMPLATES = "additional_chat_templates"
 _GENERATION = "generation_config.json"
 # Configuration keys that methods change.
 _CHANGED = (
+    WIDENED_KEY,
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",

@@ -173,6 +173,14 @@ def test_a_part_of_a_run_is_no_run_and_the_whole_is_named(
     assert not (finished.output_dir / "final" / "upscaled").exists()
 
 
+def test_an_expansions_plain_export_is_said_to_be_a_poor_base(
+    finished: RunConfig, of_config: Scale, tmp_path: Path
+) -> None:
+    base = finished.output_dir / "export" / "plain"
+    other = (f"model.base={base}", f"output_dir={tmp_path / 'other'}")
+    assert "is the plain export of a widened model" in of_config("upscale", *other).stdout
+
+
 def test_the_next_step_of_a_run_with_several_exports_names_one(
     finished: RunConfig, of_config: Scale
 ) -> None:

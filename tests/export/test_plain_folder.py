@@ -51,6 +51,7 @@ WIDENED = {
     "num_attention_heads",
     "num_key_value_heads",
     "rms_norm_eps",
+    "scale_widened",
 }
 SPELLINGS = {
     "rope_theta",
@@ -152,7 +153,7 @@ def test_of_every_family_it_computes_what_was_trained_and_adds_no_key(
         answered(load_written(AutoModelForCausalLM, folder).eval()) - answered(model)
     ).abs().max() <= 1e-4
     config, before = read_json(folder / "config.json"), read_json(tmp_path / "base" / "config.json")
-    assert config.keys() - before.keys() <= SPELLINGS | {"head_dim"}
+    assert config.keys() - before.keys() <= SPELLINGS | {"head_dim", "scale_widened"}
     assert config["architectures"] == before["architectures"]
     unchanged = {
         "adapt": {"num_hidden_layers", "layer_types"},
